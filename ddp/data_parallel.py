@@ -26,6 +26,7 @@ from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.reducer.reduction import Hook
 from zero_optim.ddp.reducer_adapters import TorchLoggerAdapter, TorchReducerAdapter, logging_data
 from zero_optim.ddp.wrapper_checks import KNOWN, agree_on_model
+from zero_optim.iteration.joins import refuse_no_sync
 from zero_optim.plan.description import describe_hook
 from zero_optim.step.unreduced import FrozenParams
 
@@ -183,6 +184,8 @@ class DistributedDataParallel(RebindableWrapper):
             if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
                 self._sync_buffers()  # type: ignore[no-untyped-call]
             self.require_forward_param_sync = trains and syncs
+            if trains and not syncs and self._join_config.enable:
+                refuse_no_sync(set(self._module_parameters))
             if trains:
                 self._own().end_forward(output, syncs=syncs)
         self._clear_grad_buffer()  # type: ignore[no-untyped-call]

@@ -297,7 +297,7 @@ def fully_shard(
         Exception: likewise, as `FullyShardedDataParallel`.
     """
     wrapper = FullyShardedDataParallel(module, optimizer, **options)
-    wrapper.units.keepalive = wrapper
+    wrapper.units.keep_alive(wrapper)
     return module
 
 

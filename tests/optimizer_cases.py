@@ -216,34 +216,12 @@ def answer_of(case: Case) -> str:
     return f"yes; {case.because}" if case.because else "yes"
 
 
-def _sequential(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
-    first = lr_scheduler.ConstantLR(optimizer, 0.1, 3)
-    return lr_scheduler.SequentialLR(optimizer, [first, lr_scheduler.ExponentialLR(optimizer, 0.9)], [3])
-
-
-def _chained(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
-    first = lr_scheduler.ConstantLR(optimizer, 0.1, 4)
-    return lr_scheduler.ChainedScheduler([first, lr_scheduler.ExponentialLR(optimizer, 0.9)], optimizer)
-
-
 def _tenth_less(step: int) -> float:
     return 0.9**step
 
 
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "LambdaLR": partial(lr_scheduler.LambdaLR, lr_lambda=_tenth_less),
-    "MultiplicativeLR": partial(lr_scheduler.MultiplicativeLR, lr_lambda=_tenth_less),
-    "StepLR": partial(lr_scheduler.StepLR, step_size=3),
-    "MultiStepLR": partial(lr_scheduler.MultiStepLR, milestones=[2, 5]),
-    "ConstantLR": partial(lr_scheduler.ConstantLR, factor=0.3, total_iters=4),
-    "LinearLR": partial(lr_scheduler.LinearLR, total_iters=6),
-    "ExponentialLR": partial(lr_scheduler.ExponentialLR, gamma=0.8),
-    "SequentialLR": _sequential,
-    "CosineAnnealingLR": partial(lr_scheduler.CosineAnnealingLR, T_max=7),
-    "ChainedScheduler": _chained,
     "ReduceLROnPlateau": partial(lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=1),
-    "CyclicLR": partial(lr_scheduler.CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=3),
-    "CosineAnnealingWarmRestarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=3, T_mult=2),
     "OneCycleLR": partial(lr_scheduler.OneCycleLR, max_lr=[0.1, 0.2], total_steps=12),
-    "PolynomialLR": partial(lr_scheduler.PolynomialLR, total_iters=8, power=2.0),
 }

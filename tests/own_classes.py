@@ -420,13 +420,6 @@ class LargeFactored(Small):
         p.sub_(group["lr"] * p.grad / scale)
 
 
-class RowNormalized(Small):
-    """Divides each row by its norm: a row is whole wherever a plan cuts, but no vector is."""
-
-    def update(self, p: Any, group: dict[str, Any]) -> None:
-        p.sub_(p.grad / (p.grad.norm(dim=-1, keepdim=True) + 1e-8), alpha=group["lr"])
-
-
 class RemembersItsSize(Small):
     """Steps element by element, but keeps a number that differs between a parameter and its rows."""
 

@@ -66,6 +66,10 @@ def refusal(row: Row) -> str:
         "PyTorch's DDP has no shadow of these": torchs and joins and row.model in ("sparse", "unused"),
         "hooks to owners take dense gradients": hooked_to_owners and is_sparse,
         "hooks to owners have no whole gradients to add to": hooked_to_owners and name == "adding",
+        "PyTorch's DDP copies whole gradients into its views in a forward pass": torchs
+        and hooked_to_owners
+        and loop.skips_syncs
+        and row.option == "gradients as views",
         "sums by hand need all gradients of all ranks": summed_by_hand(row)
         and (row.model == "unused" or joins),
         "DDP adds up more than two ranks in another order than sums by hand": twice
@@ -76,10 +80,10 @@ def refusal(row: Row) -> str:
     return next((reason for reason, holds in rules.items() if holds), "")
 
 
-STAYING = "fully, units stay", "fully, two units stay"
 OVERLAPS = "overlap", "overlap, torch's DDP", "overlap, no thread"
 MORE_ROWS = [
     Row("overlap", "tower", "Join", "cuts"),
+    Row("overlap at the end", "tower", "ordinary", "plain"),
     Row("overlap, torch's DDP", "tower", "Join", "cuts"),
     Row("overlap, lazy", "tower", "ordinary", "cuts"),
     Row("overlap, owners", "tower", "ordinary", "cuts, masters, averages"),

@@ -73,11 +73,12 @@ STAGES = {
     "packed": Stage(TorchDdp, packed=True),
     "views": Stage(TorchDdp),
     "lazy": Stage(DistributedDataParallel, lazy=True),
-    "lazy, packed": Stage(TorchDdp, lazy=True, packed=True),
     "our DDP alone": Stage(DistributedDataParallel, plain=True),
     "overlap": Stage(DistributedDataParallel, zero_step),
     "overlap, torch's DDP": Stage(TorchDdp, zero_step, packed=True),
-    "overlap at the end": Stage(DistributedDataParallel, lambda o: zero_step(o, interleave=False)),
+    "overlap at the end": Stage(
+        DistributedDataParallel, lambda o: zero_step(o, interleave=False), on_request=True
+    ),
     "overlap, owners": Stage(
         DistributedDataParallel, lambda o: zero_step(o, gradients="owners"), to_owners=True
     ),

@@ -33,7 +33,6 @@ import torch.distributed as dist
 
 import pool_worker
 import sockets
-from native_stacks import native_stacks
 from pool_worker import Filter, Reply, Request
 from zero_optim.run.stacks import stacks_of
 
@@ -152,9 +151,7 @@ class Pool:
             failures = {rank: reply.failure for rank, reply in replies.items() if reply.failure}
             if len(replies) == world_size and not failures:
                 return [pickle.loads(replies[rank].value) for rank in ranks]
-            # Tests of this pool hang on purpose, in short calls.
-            hung = not failures and timeout >= CALL_TIMEOUT
-            stacks = self._stacks([rank for rank in ranks if rank not in replies], natively=hung)
+            stacks = self._stacks([rank for rank in ranks if rank not in replies])
         except BaseException:  # for example Ctrl-C: the ranks may be anywhere now
             self._kill(ranks)
             raise
@@ -211,14 +208,11 @@ class Pool:
         assert isinstance(reply, Reply)
         return reply
 
-    def _stacks(self, ranks: Sequence[int], natively: bool) -> dict[int, str]:
-        """Asks the workers for their stacks, ``natively`` also for those in C++."""
+    def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Asks the workers for their stacks."""
         workers = {rank: self._workers[rank] for rank in ranks}
         texts = stacks_of({rank: (worker.pid, worker.stack_file) for rank, worker in workers.items()})
-        more = {
-            rank: f"\n{native_stacks(worker.pid)}" if natively else "" for rank, worker in workers.items()
-        }
-        return {rank: f"has not replied, {text}{more[rank]}" for rank, text in texts.items()}
+        return {rank: f"has not replied, {text}" for rank, text in texts.items()}
 
     def _kill(self, ranks: Sequence[int]) -> None:
         workers = [self._workers.pop(rank) for rank in ranks if rank in self._workers]

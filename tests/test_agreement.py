@@ -19,8 +19,8 @@ from training import (
     train_both,
     twin,
 )
-from zero_optim import RankMismatchError, RemoteRankError, ZeroRedundancyOptimizer
-from zero_optim.comm.agreement import agree, agreeing, answering_together, failing_together, find_memory
+from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
+from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.errors import mark_remote
 
@@ -28,13 +28,12 @@ AdamW = torch.optim.AdamW
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["order", "fewer", "names", "dtype", "frozen", "lr", "class", "bucket"])
+@pytest.mark.parametrize("kind", ["order", "names", "dtype", "frozen", "lr"])
 def test_a_difference_between_ranks_names_what_each_holds(kind: str) -> None:
     odd = dist.get_rank() == 1
     params = make_params(((4, 3), (5,)))
     names = ["w", "b"]
     options: dict[str, Any] = {"lr": 0.1}
-    optimizer_class: Any = AdamW
     expected = kind
     if kind == "order":
         names = []
@@ -43,9 +42,6 @@ def test_a_difference_between_ranks_names_what_each_holds(kind: str) -> None:
             r"rank 0 has parameter 1 of group 0 \(shape \(5,\)\).*"
             r"rank 1 has parameter 1 of group 0 \(shape \(6, 2\)\)"
         )
-    elif kind == "fewer":
-        params, names = params[: 1 if odd else 2], names[: 1 if odd else 2]
-        expected = r"rank 0 has parameter 'b' .*; rank 1 has group 0"
     elif kind == "names":
         names = ["w", "bias" if odd else "b"]
         expected = r"rank 0 has parameter 'b' .*; rank 1 has parameter 'bias'"
@@ -58,15 +54,9 @@ def test_a_difference_between_ranks_names_what_each_holds(kind: str) -> None:
     elif kind == "lr":
         options["lr"] = 0.2 if odd else 0.1
         expected = r"rank 0 has optimizer .*lr=0.1.*; rank 1 has optimizer .*lr=0.2"
-    elif kind == "class":
-        optimizer_class = torch.optim.Adam if odd else AdamW
-        expected = "rank 0 has optimizer AdamW .*; rank 1 has optimizer Adam "
-    elif kind == "bucket":
-        options["bucket_cap_mb"] = 1.0 if odd else 2.0
-        expected = "buckets of 2097152 bytes; rank 1 has buckets of 1048576 bytes"
     given: Any = list(zip(names, params, strict=True)) if names else params
     with pytest.raises(RankMismatchError, match=expected):
-        ZeroRedundancyOptimizer(given, optimizer_class, **options)
+        ZeroRedundancyOptimizer(given, AdamW, **options)
 
 
 @on_ranks(2)
@@ -76,15 +66,11 @@ def test_wrong_arguments_are_told_plainly() -> None:
     cases: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
         ([weight], AdamW, {"lrr": 0.1}, TypeError, "lrr"),
         ([weight], AdamW, {"bucket_cap_mb": 0.0}, ValueError, "number of MiB above 0"),
-        ([weight], lambda _, **__: nn.Linear(1, 1), {}, TypeError, "to build a torch.optim.Optimizer"),
-        (weight, AdamW, {}, TypeError, "iterable of Tensors or dicts"),
         ({weight}, AdamW, {}, TypeError, "ordered"),
         (AdamW, [weight], {"lr": 0.1}, TypeError, r"expected params first.*got AdamW"),
         (nn.Linear(2, 2), AdamW, {}, TypeError, r"such as model.parameters\(\).*got Linear"),
         ([lazy], AdamW, {}, TypeError, "run one forward pass"),
-        ([nn.Parameter(torch.empty(3, device="meta"))], AdamW, {}, TypeError, "meta"),
         ([nn.Parameter(torch.zeros(1).expand(4))], AdamW, {}, ValueError, "one place in memory"),
-        ([weight, nn.Parameter(weight.data)], AdamW, {}, ValueError, "share memory. To tie weights"),
         ([weight, nn.Parameter(weight.data[2:4])], AdamW, {}, ValueError, "share memory"),
     ]
     for params, optimizer_class, options, kind, message in cases:
@@ -145,51 +131,6 @@ def test_unfreezing_after_construction_is_agreed() -> None:
     assert sharded.state_nbytes() == 0
 
 
-class StrangeError(Exception):
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(f"{one} and {two}")
-
-
-@on_ranks(2)
-def test_ranks_fail_and_agree_in_one_collective() -> None:
-    group, odd, counts = RankGroup.of(None), dist.get_rank() == 1, list[int]()
-    find_memory(group)  # as each group does once
-    real = RankGroup.all_gather_fixed
-
-    def counted(self: RankGroup, payload: bytes) -> list[bytes]:
-        counts.extend([1] * bool(payload))  # without any it does not communicate
-        return real(self, payload)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RankGroup, "all_gather_fixed", counted)
-        for beside in (b"same", str(odd).encode()):
-            with agreeing(group, "numbers") as agreed:
-                agreed.items, agreed.beside = ["one"], beside
-            assert agreed.differs == (beside != b"same")
-        with answering_together(group) as answers:
-            answers.extend([True, odd, False])
-        assert answers == [True, False, False]
-        assert len(counts) == 3
-    with answering_together(group) as answers:
-        answers.extend([True] * 60 + [odd])
-    assert answers == [True] * 60 + [False]
-    told = pytest.raises(RankMismatchError, match="numbers: rank 0 has False; rank 1 has True")
-    with told, agreeing(group, "numbers") as agreed:
-        agreed.items.append(str(odd))
-    for context in (agreeing(group, "numbers"), answering_together(group), failing_together(group)):
-        with pytest.raises(ValueError, match="no"), context:  # noqa: PT012
-            if odd:
-                raise ValueError("no")
-
-
-@on_ranks(2)
-def test_an_exception_that_cannot_be_rebuilt_is_quoted() -> None:
-    kind = StrangeError if dist.get_rank() == 1 else RemoteRankError
-    with pytest.raises(kind, match="1 and 2"), failing_together(RankGroup.of(None)):  # noqa: PT012
-        if dist.get_rank() == 1:
-            raise StrangeError(1, 2)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("also", [False, True])
 def test_a_failure_that_is_another_ranks_is_repeated_as_it_is_unless_a_rank_has_its_own(also: bool) -> None:
@@ -213,46 +154,21 @@ def test_a_rank_outside_the_group_is_told_so() -> None:
             ZeroRedundancyOptimizer(make_params(), AdamW, pair, lr=0.1)
 
 
-def in_another_agreement(group: RankGroup, mine: RuntimeError | None) -> None:
-    with group.doing("call()"):
-        if dist.get_rank() == 0:
-            agree(group, ["a"], "something")
-        with failing_together(group):
-            if mine is not None:
-                raise mine
-
-
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["ends well", "raises"])
-def test_ranks_in_different_agreements_raise(kind: str) -> None:
+def test_ranks_in_different_agreements_raise() -> None:
     """Rank 1 says whether something failed, as in a call that it makes twice; rank 0 is in another call."""
-    group = RankGroup.of(None)
-    rank = dist.get_rank()
+    group, rank = RankGroup.of(None), dist.get_rank()
     for _ in range(1 + rank):
         with group.doing("build()"):
             pass
-    mine = RuntimeError("mine") if kind == "raises" and rank == 1 else None
-    with pytest.raises(RuntimeError if mine else RankMismatchError) as caught:
-        in_another_agreement(group, mine)
-    if mine is None:
-        counts = "times of build(): 1 on rank 0 and 2 on rank 1"
-        assert f"rank 0 is in call(), rank 1 is in call(); {counts}" in str(caught.value)
-    else:
-        assert caught.value is mine  # it tells more
+    counts = "times of build.*: 1 on rank 0 and 2 on rank 1"
+    told = pytest.raises(RankMismatchError, match=rf"rank 0 is in call\(\), rank 1 is in call\(\); {counts}")
+    with told, group.doing("call()"):
+        if rank == 0:
+            agree(group, ["a"], "something")
+        with failing_together(group):
+            pass
     assert group.all_gather_fixed(b"x") == [b"x", b"x"]  # nothing is left to be received
-
-
-@on_ranks(2)
-def test_messages_of_any_length_come_as_they_are() -> None:
-    group, rank = RankGroup.of(None), dist.get_rank()
-    for length in range(1, 70):
-        assert group.all_gather_fixed(bytes([rank + 1] * length)) == [b"\1" * length, b"\2" * length]
-
-
-# ---------------------- what ranks find out alone and must have in common
-
-
-# ------------------------------------------------------------------ traits
 
 
 class OfOneRank(torch.optim.SGD):
@@ -269,19 +185,14 @@ class OfOneRank(torch.optim.SGD):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("via", ["built", "added", "rebound"])
-def test_what_trials_show_on_one_rank_counts_on_all(via: str) -> None:
+@pytest.mark.parametrize("is_added", [False, True])
+def test_what_trials_show_on_one_rank_counts_on_all(is_added: bool) -> None:
     params = make_params(((6, 5), (7,), (8, 4), (9,)))
     for p in params[:2]:
         p.requires_grad_(False)
-    first = params if via != "added" else params[3:]
-    sharded = ZeroRedundancyOptimizer(first, OfOneRank, lr=0.1)
-    if via == "added":
+    sharded = ZeroRedundancyOptimizer(params[3:] if is_added else params, OfOneRank, lr=0.1)
+    if is_added:
         sharded.add_param_group({"params": params[:3]})
-    elif via == "rebound":
-        group = dist.new_group()
-        sharded.detach()
-        sharded.rebind(group)
     assert "not steppable in parts" in sharded.explain(quiet=True).traits[0]
     with pytest.raises(ValueError, match=r"another rank|have no gradient"):
         sharded.iteration.overlap()
@@ -291,21 +202,16 @@ def test_what_trials_show_on_one_rank_counts_on_all(via: str) -> None:
         assert_equal_on_all_ranks(params)
 
 
-# ------------------------------------------------------------------ the order of parameters
-
-
 def make_model() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
 
 
 def in_order(params: list[Parameter], order: str) -> Any:
-    """On the last rank, in another order: two alike, over two groups, or or ones and zeros."""
+    """On the last rank, in another order: two alike, or over two groups."""
     is_last = dist.get_rank() == dist.get_world_size() - 1
     if order == "swapped" and is_last:
         params[0], params[2] = params[2], params[0]
-    elif order == "constants" and is_last:
-        params[4], params[5] = params[5], params[4]
     elif order == "groups":
         first = 2 if is_last else 0
         return [{"params": params[first : first + 1]}, {"params": params[2 - first : 3 - first], "lr": 0.2}]
@@ -318,7 +224,7 @@ def check_order(order: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("order", ["swapped", "constants", "groups"])
+@pytest.mark.parametrize("order", ["swapped", "groups"])
 def test_parameters_alike_in_another_order_on_one_rank_are_refused_on_all(ranks3: Ranks, order: str) -> None:
     told = ranks3.run(check_order, order)
     assert len(set(told)) == 1
@@ -339,27 +245,9 @@ def test_an_added_group_in_another_order_is_refused_on_all() -> None:
     train_both(plain, sharded, 2)
 
 
-KINDS = ["different", "partly different", "equal among themselves", "transposed", "bfloat16", "named"]
-
-
 @on_ranks(2)
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_that_start_differently_are_taken_as_they_are(kind: str) -> None:
-    rank = dist.get_rank()
-    params = make_params(((4, 4), (4, 4), (4, 4)), seed=rank if kind == "different" else 0)
-    if kind == "partly different" and rank:
-        params[1].data.add_(1.0)
-    elif kind == "equal among themselves":
-        for param in params:
-            param.data.fill_(rank)
-    elif kind == "transposed":
-        params = [Parameter(param.data.t()) for param in params]
-    elif kind == "bfloat16":
-        params = [Parameter(param.data.bfloat16()) for param in params]
-    given: Any = params
-    if kind == "named":  # names are compared, values are not read
-        given = [(f"p{n}", params[n]) for n in range(3)]
-        params[0].data, params[1].data = (params[rank].data.clone(), params[1 - rank].data.clone())
-    optimizer = ZeroRedundancyOptimizer(given, torch.optim.SGD, lr=0.1)
+def test_ranks_that_start_differently_are_taken_as_they_are() -> None:
+    params = make_params(((4, 4), (4, 4), (4, 4)), seed=dist.get_rank())
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
     set_grads(params_of(optimizer), 0)
     optimizer.step()

@@ -5,25 +5,19 @@ import shutil
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import cuts
 from cuts import ONE_A_BUCKET, cutting
-from pool import Pool, Ranks, on_ranks
+from pool import Pool, on_ranks
 from test_checkpoint import Run, flip
-from test_checkpoint_hostile import content_of, write
 from zero_optim import CheckpointError, ZeroRedundancyOptimizer, checkpoint, cli
-from zero_optim.checkpoint.data import Box, box_of, lay_out
 from zero_optim.checkpoint.manifest import VERSION
 from zero_optim.plan import plan
 from zero_optim.step.averages import EMA
@@ -89,42 +83,6 @@ def test_a_dtype_unknown_to_safetensors_is_bytes_there_and_itself_here(tmp_path:
     assert cli.main(["inspect", str(tmp_path)]) == 0
 
 
-@on_ranks(2)
-@pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
-def test_tensors_that_dcp_cuts_are_named_with_their_boxes(tmp_path: Path) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    cut = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)])
-    state: dict[str, Any] = {"w": cut, "number": 7}
-    dcp.save(state, storage_writer=checkpoint.Writer(tmp_path))
-    blank = {"w": distribute_tensor(torch.zeros(4, 3), mesh, [Shard(1)]), "number": 0}
-    planner = checkpoint.SafeLoadPlanner()
-    dcp.load(blank, storage_reader=checkpoint.Reader(tmp_path), planner=planner)
-    assert torch.equal(blank["w"].full_tensor(), torch.arange(12.0).view(4, 3))
-    assert blank["number"] == 7
-    found = read_by_others(tmp_path)
-    assert found.keys() == {"w[0:2,0:3]", "w[2:4,0:3]", "number"}
-    assert found["w[2:4,0:3]"].flatten().tolist() == [6, 7, 8, 9, 10, 11]
-    assert found["number"].dtype == torch.uint8
-
-
-def test_no_two_things_in_a_file_have_one_name(tmp_path: Path) -> None:
-    part = Box("w", torch.float32, (4,), (0,), (2,))
-    taken = [box_of("w[0:2]", torch.float32, (2,)), box_of("__metadata__", torch.float32, (2,))]
-    head, placed = lay_out([part, *taken])
-    header = json.loads(head[8:])
-    assert list(header) == ["__metadata__", "w[0:2]", "w[0:2]'", "__metadata__'"]
-    assert [start - len(head) for _, start in placed] == [0, 8, 16]
-
-
-@on_ranks(1)
-def test_tensors_that_are_shared_in_extra_are_shared_in_a_look_at_it(tmp_path: Path) -> None:
-    shared = torch.arange(4.0)
-    checkpoint.save(tmp_path / "one", extra={"a": shared, "b": [shared]})
-    extra: Any = checkpoint.peek(tmp_path / "one").extra
-    assert torch.equal(extra["a"], shared)
-    assert extra["a"].data_ptr() == extra["b"][0].data_ptr()
-
-
 @pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
 @on_ranks(1)
 def test_a_load_compares_every_byte_of_the_headers_it_reads(tmp_path: Path) -> None:
@@ -143,15 +101,6 @@ def test_a_load_compares_every_byte_of_the_headers_it_reads(tmp_path: Path) -> N
         dcp.load({"model/scale": torch.zeros(())}, storage_reader=checkpoint.Reader(tmp_path))
     flip(data, 20)
     checkpoint.load(tmp_path, model=run.model, optimizer=run.optimizer)
-
-
-def test_a_tensor_said_to_lie_in_the_header_is_refused(ranks1: Ranks, tmp_path: Path) -> None:
-    ranks1.run(saved_run, tmp_path)
-    content = content_of(tmp_path)
-    next(iter(content["entries"].values()))[2][0][3] = 0
-    write(tmp_path, json.dumps(content))
-    with pytest.raises(CheckpointError, match="lies outside"):
-        checkpoint.Reader(tmp_path)
 
 
 # ---------------------- versions of the format
@@ -212,7 +161,7 @@ def check(path: Path, cut: bool = False) -> None:
         assert set(entries) == {"step", "exp_avg", "exp_avg_sq", EMA}
 
 
-@pytest.mark.parametrize(("world_size", "cut"), [(1, False), (2, True), (3, False)])
+@pytest.mark.parametrize(("world_size", "cut"), [(1, False), (2, True)])
 def test_a_checkpoint_of_the_repository_loads(pool: Pool, world_size: int, cut: bool) -> None:
     pool.run(world_size, check, KEPT, cut)
 
@@ -235,10 +184,10 @@ def test_the_tools_take_a_checkpoint_of_the_repository(
     pool.run(2, check, tmp_path / "one")
 
 
-@pytest.mark.parametrize("version", [1, VERSION + 1])
 def test_a_checkpoint_of_another_version_is_refused_by_its_number(
-    tmp_path: Path, version: int, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    version = VERSION + 1
     shutil.copytree(KEPT, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "manifest.json"
     path.write_text(path.read_text().replace(f'"version": {VERSION}', f'"version": {version}', 1))

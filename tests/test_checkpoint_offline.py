@@ -19,20 +19,19 @@ from zero_optim import ZeroRedundancyOptimizer, checkpoint, cli
 from zero_optim.checkpoint import offline
 
 
-def saved(path: Path, cut: bool = False) -> dict[str, Any]:
+def saved(path: Path) -> dict[str, Any]:
     """Save a run, and give what is in it: weights and the consolidated state."""
-    run = Run(cut=cut)
+    run = Run(cut=True)
     run.train(3)
     run.save(path)
     run.optimizer.consolidate_state_dict(to=None)
     return {"weights": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
 
 
-@pytest.mark.parametrize("cut", [False, True])
 def test_a_checkpoint_is_inspected_and_becomes_a_file_of_torch_optim_and_of_weights(
-    ranks2: Ranks, tmp_path: Path, cut: bool, capsys: pytest.CaptureFixture[str]
+    ranks2: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    expected = ranks2.run(saved, tmp_path / "one", cut)[0]
+    expected = ranks2.run(saved, tmp_path / "one")[0]
     assert cli.main(["consolidate", str(tmp_path / "one"), str(tmp_path / "optimizer.pt")]) == 0
     state = torch.load(tmp_path / "optimizer.pt", weights_only=True)
     names = state["param_groups"][0].pop("param_names")
@@ -63,10 +62,6 @@ def test_a_checkpoint_is_inspected_and_becomes_a_file_of_torch_optim_and_of_weig
     sections = {section["name"]: section for section in told["sections"]}
     assert sections.keys() == {"extra", "model", "optimizer", "random", "scheduler"}
     assert sections["optimizer"]["num_tensors"] == 3 * 6  # two moments and a step of each trained parameter
-    assert cli.main(["inspect", str(tmp_path / "one")]) == 0
-    shown = capsys.readouterr().out
-    assert "complete    yes" in shown
-    assert "by 2 ranks, zero_optim" in shown
     flip(next((tmp_path / "one").glob("data-*-1.safetensors")))
     assert cli.main(["inspect", str(tmp_path / "one")]) == 1
     assert "complete    no: " in capsys.readouterr().out
@@ -168,17 +163,6 @@ def test_parts_of_a_larger_tensor_come_in_as_tensors_of_their_own(tmp_path: Path
         assert back[name].untyped_storage().nbytes() == tensor.nbytes
 
 
-def test_a_torn_file_of_torch_save_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save({"weight": torch.arange(1000.0)}, tmp_path / "whole.pt")
-    content = (tmp_path / "whole.pt").read_bytes()
-    for length in (10, len(content) // 2, len(content) - 30):
-        (tmp_path / "torn.pt").write_bytes(content[:length])
-        assert (
-            cli.main(["reshard", str(tmp_path / "torn.pt"), str(tmp_path / "out"), "--world-size", "2"]) == 2
-        )
-        assert "is no file of torch.save" in capsys.readouterr().err
-
-
 def test_what_is_no_checkpoint_gets_one_line_and_status_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,7 +178,6 @@ def test_what_is_no_checkpoint_gets_one_line_and_status_2(
             ["reshard", str(tmp_path / "other.pt"), out, "--world-size", "2"],
             "neither an optimizer's state dict",
         ),
-        (["reshard", str(tmp_path / "other.pt"), out, "--world-size", "0"], "at least 1, got 0"),
         (["inspect", str(tmp_path / "nowhere")], "there is no such folder"),
     ):
         assert cli.main(arguments) == 2

@@ -1,24 +1,20 @@
 """Checkpoints are whole or not there: kills at every moment, full disks, damage, and hostile files."""
 
-import gc
 import json
 import os
 import pickle
 import resource
 import signal
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from forked import fork_context
@@ -29,7 +25,6 @@ from training import set_grads
 from zero_optim import (
     CheckpointError,
     NotConsolidatedError,
-    StateMismatchError,
     ZeroRedundancyOptimizer,
     checkpoint,
 )
@@ -119,7 +114,7 @@ ALL = [pytest.mark.slow, pytest.mark.exhaustive]
 @pytest.mark.parametrize(
     ("everyone", "moments"),
     [
-        pytest.param(False, (1, 12, 20), id="one rank, some moments"),
+        pytest.param(False, (1, 20), id="one rank, some moments"),
         pytest.param(True, (7, 16), id="all ranks, some moments"),
         pytest.param(False, MOMENTS, id="one rank, all moments", marks=ALL),
         pytest.param(True, MOMENTS, id="all ranks, all moments", marks=ALL),
@@ -156,10 +151,7 @@ def test_killed_at_any_moment_of_a_save_the_newest_whole_checkpoint_loads(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("full", [(0,), (1,), (0, 1)])
-def test_a_full_disk_raises_on_every_rank_and_leaves_the_checkpoint_before(
-    tmp_path: Path, full: tuple[int, ...]
-) -> None:
+def test_a_full_disk_raises_on_every_rank_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     path = tmp_path / "one"
     model, optimizer = training()
     train(model, optimizer, 0)
@@ -168,7 +160,7 @@ def test_a_full_disk_raises_on_every_rank_and_leaves_the_checkpoint_before(
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     train(model, optimizer, 1)
     for save in (checkpoint.save, lambda *a, **k: checkpoint.save_async(*a, **k).wait()):
-        if dist.get_rank() in full:
+        if dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
         try:
             with pytest.raises(
@@ -182,20 +174,6 @@ def test_a_full_disk_raises_on_every_rank_and_leaves_the_checkpoint_before(
     assert checkpoint.load(path, model=model, optimizer=optimizer) == 0
     checkpoint.save(path, model=model, optimizer=optimizer, extra=2)
     assert checkpoint.load(path) == 2
-
-
-@on_ranks(2)
-def test_a_save_that_failed_in_the_background_keeps_nothing_once_it_was_waited_for(tmp_path: Path) -> None:
-    model, optimizer = training()
-    with mock.patch.object(saving, "write_tensors", side_effect=OSError("planted")):
-        pending = checkpoint.save_async(tmp_path / "one", model=model, optimizer=optimizer)
-        for _ in range(2):
-            with pytest.raises(CheckpointError, match="planted"):
-                pending.wait()
-    kept = weakref.ref(optimizer)
-    del model, optimizer, pending
-    gc.collect()
-    assert kept() is None
 
 
 # ---------------------------------------------------------------------- damage
@@ -272,32 +250,6 @@ def test_nothing_that_is_planted_in_the_folder_is_executed(tmp_path: Path) -> No
 
 
 # ---------------------------------------------------------------------- through DCP
-
-
-@on_ranks(2, slow=4)
-@pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
-def test_people_who_call_dcp_themselves_save_and_load_sharded(tmp_path: Path) -> None:
-    path = tmp_path / "one"
-    model, optimizer = training()
-    train(model, optimizer, 0)
-    dcp.save(
-        {"model": model, "optimizer": checkpoint.OptimizerState(optimizer, model), "note": "hello"},
-        storage_writer=checkpoint.Writer(path),
-    )
-    other, fresh = training(seed=1)
-    state = {"model": other, "optimizer": checkpoint.OptimizerState(fresh, other), "note": ""}
-    with pytest.raises(StateMismatchError, match="SafeLoadPlanner"):
-        dcp.load(state, storage_reader=checkpoint.Reader(path))
-    dcp.load(state, storage_reader=checkpoint.Reader(path), planner=checkpoint.SafeLoadPlanner())
-    assert state["note"] == "hello"
-    assert all(torch.equal(p, q) for p, q in zip(other.parameters(), model.parameters(), strict=True))
-    with pytest.raises(StateMismatchError, match=r"it has nothing saved by checkpoint.save"):
-        checkpoint.load(path, model=model)
-    dcp.save({"bad": Hostile(path / "mark")}, storage_writer=checkpoint.Writer(path / "bad"))
-    reader, planner = checkpoint.Reader(path / "bad"), checkpoint.SafeLoadPlanner()
-    with pytest.raises(dcp.api.CheckpointException, match="Weights only load failed"):
-        dcp.load({"bad": None}, storage_reader=reader, planner=planner)
-    assert not (path / "mark").exists()
 
 
 @on_ranks(2)

@@ -30,7 +30,7 @@ def check_norm(norm_type: float, max_norm: float, foreach: bool | None, dtype: t
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf, 3.0, 0.5, 0.0])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf, 0.0])
 def test_norm_and_clipped_gradients_equal_pytorchs(norm_type: float) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
     for max_norm, foreach, dtype in product((1.0, 1e6), (None, False), dtypes):

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SCRIPT = BENCHMARKS / "conformance.py"
 sys.path.append(str(BENCHMARKS))
@@ -12,6 +14,7 @@ from conform.causes import CAUSES, cause_of  # noqa: E402
 from conform.page import BAD, PAGE, RECORD, page_of  # noqa: E402
 
 
+@pytest.mark.slow
 def test_cells_that_are_equal_refused_and_silently_wrong_are_told_apart() -> None:
     arguments = ["--dry", "--verbose", "--loops", "plain", "--systems", "zero", "ours1"]
     classes = ["--classes", "torch.optim.SGD", "torch.optim.LBFGS"]

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from pool import Ranks, on_ranks
 from training import make_params, params_of, set_grads, train_both, twin
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.plan.plan import make_plan
 
 
 def count_collectives(optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -71,14 +70,6 @@ def test_a_step_broadcasts_once_for_each_bucket_and_owner(view: bool) -> None:
     assert count_collectives(half) == {"broadcast": 2 * size}
 
 
-@on_ranks(1)
-def test_a_group_of_one_does_not_communicate() -> None:
-    params = make_params()
-    optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW)
-    set_grads(params, 0)
-    assert count_collectives(optimizer) == {}
-
-
 def measured_state() -> tuple[int, int, int]:
     """Bytes of state on this rank, of the unsharded run, and of the largest parameter's state."""
     params = make_params([(64, 48)] * 5 + [(100,)] * 7 + [(256, 32)], seed=3)
@@ -102,25 +93,6 @@ def test_state_memory_is_shared_out_evenly_and_counted_nowhere_twice(ranks_2_and
     assert sum(nbytes for nbytes, _, _ in held) == unsharded
     mean = unsharded / ranks_2_and_4.size
     assert max(nbytes for nbytes, _, _ in held) <= max(1.1 * mean, largest)
-
-
-def test_extents_are_aligned_as_new_tensors_of_the_device_are() -> None:
-    for device, nbytes in (("cpu", 64), ("meta", 512)):  # meta stands for an accelerator
-        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.uint8):
-            params = [torch.empty(size, dtype=dtype, device=device) for size in (3, 700, 65, 1)]
-            (bucket,) = make_plan([params], [[1.0] * 4], 2, 2**20).buckets
-            for row in bucket.layout.rows:
-                offsets = [row.start, *(extent.offset for extent in row.extents)]
-                assert all(offset * dtype.itemsize % nbytes == 0 for offset in offsets)
-
-
-def test_gathers_go_in_the_order_of_the_forward_pass() -> None:
-    weights, biases = [torch.empty(100) for _ in range(4)], [torch.empty(4) for _ in range(4)]
-    plan = make_plan([weights], [[1.0] * 4], 2, 500)
-    assert [bucket.params for bucket in plan.buckets] == [(0,), (1,), (2,), (3,)]
-    # Two groups divide each layer. Every layer needs the bucket that has the biases, and the last weight.
-    plan = make_plan([weights, biases], [[1.0] * 4, [1.0] * 4], 2, 500)
-    assert [bucket.params for bucket in plan.buckets] == [(7, 6, 5, 4, 3), (0,), (1,), (2,)]
 
 
 @on_ranks(2)

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from drawn import draw_the_same
 from zero_optim.plan import cuts
-from zero_optim.plan.cuts import MIN_ROW_NBYTES
-from zero_optim.plan.partition import RankLoads, assign_owners, fullest_row
 from zero_optim.plan.pieces import num_rows
 from zero_optim.plan.plan import Plan, make_plan
 
@@ -42,23 +40,6 @@ def plan_of(groups: list[list[Tensor]], num_ranks: int, cap: int, bears: bool | 
 
 
 # ---------------------------------------------------------------------- owners bucket by bucket
-
-
-@given(st.lists(st.lists(st.integers(0, 50), max_size=9), max_size=6), sizes_of_ranks)
-def test_a_bucket_goes_to_whom_has_least_of_it_and_then_least_of_all(
-    buckets: list[list[int]], num_ranks: int
-) -> None:
-    ranks, loads = RankLoads([0] * num_ranks), [0] * num_ranks
-    for sizes in buckets:
-        owners = ranks.assign(sizes, sizes)
-        rows = [0] * num_ranks
-        for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-            expected = min(range(num_ranks), key=lambda rank: (rows[rank], loads[rank], rank))
-            assert owners[index] == expected
-            rows[expected] += sizes[index]
-            loads[expected] += sizes[index]
-        assert max(rows) == fullest_row(sizes, num_ranks)
-    assert ranks.fullest() == max(loads)
 
 
 # ---------------------------------------------------------------------- plans
@@ -138,43 +119,3 @@ def test_what_bears_no_cuts_is_whole_and_in_other_buckets() -> None:
     assert sorted(sorted(bucket.params) for bucket in plan.buckets) == [[0, 1], [2, 3]]
     assert all(len(plan.pieces[index]) == 1 for index in (2, 3))
     assert any(len(plan.pieces[index]) > 1 for index in (0, 1))
-
-
-IMAGES = torch.empty(640, 64, 3, 3, device="meta").to(memory_format=torch.channels_last)
-
-
-@pytest.mark.parametrize(
-    ("param", "num_ranks", "num_pieces"),
-    [
-        (IMAGES, 4, 4),
-        (torch.empty(640, 640, device="meta").t(), 4, 1),  # its rows are not contiguous memory
-        (meta((128, 128)), 8, 1),  # 64 KiB
-        (meta((4096, 128)), 1, 1),
-        (meta((4096, 128)), 8, 8),
-        (meta((4096, 128)), 1024, 4096 * 128 * 4 // MIN_ROW_NBYTES),  # no shorter than a message is worth
-    ],
-)
-def test_a_parameter_has_as_many_pieces_as_are_worth_it(
-    param: Tensor, num_ranks: int, num_pieces: int
-) -> None:
-    plan = plan_of([[param]], num_ranks, 10**9, bears=True)
-    assert len(plan.pieces[0]) == num_pieces
-    rows = [row for row in plan.buckets[0].layout.rows if row.extents]
-    assert num_pieces == 1 or min((row.stop - row.start) * 4 for row in rows) >= MIN_ROW_NBYTES
-
-
-def test_the_number_of_rows_does_not_grow_with_a_very_large_model() -> None:
-    assert cuts.min_row_nbytes(16 * 2**30) == MIN_ROW_NBYTES
-    assert cuts.min_row_nbytes(2 * 2**40) == 2 * 2**40 // cuts.MAX_ROWS
-
-
-def test_without_flags_owners_are_those_of_the_whole_model() -> None:
-    params = [meta((n, 640)) for n in (300, 200, 100, 77)]
-    plan = plan_of([params], 3, 10**9, bears=None)
-    costs = [p.numel() for p in params]
-    (owners,) = assign_owners([costs], 3)
-    assert [pieces[0].owner for pieces in plan.pieces] == owners
-    loads = [0] * 3
-    for cost, owner in zip(costs, owners, strict=True):
-        loads[owner] += cost
-    assert plan.loads(3) == loads

@@ -28,16 +28,10 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     SMALL | STATIC,
     STATIC | VIEWS,
     SMALL | STATIC | UNUSED,
-    UNUSED,
     SMALL | UNUSED,
     SMALL | UNUSED | {"skip_all_reduce_unused_params": True},
     LISTED,
-    LISTED | UNUSED,
-    {"bucket_cap_mb": 100},
     {"batched_grad_copy": True},
-    {"batched_grad_copy": True} | VIEWS,
-    {"init_sync": False},
-    {"device_ids": None, "output_device": None, "dim": 0},
 )
 
 
@@ -64,25 +58,13 @@ def loss_of(model: nn.Module, number: int) -> Tensor:
     return loss
 
 
-def assert_buckets_of_pytorch(pair: Pair, options: dict[str, Any], before: list[int]) -> None:
-    """Buckets are PyTorch's, before and after they were rebuilt, and of the sizes that were asked for."""
+def assert_buckets_of_pytorch(pair: Pair, options: dict[str, Any]) -> None:
     own, theirs = pair.ours.reducer.own, pair.theirs._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    assert before == [int(size) for size in theirs["bucket_sizes"].split(", ")], options
-    assert own.options.batched_grad_copy == options.get("batched_grad_copy", False)
     assert own.history.has_rebuilt == ("static_graph" in options or "find_unused_parameters" not in options)
-    after = [bucket.nbytes for bucket in own.assignment.buckets]
-    assert sum(after) == sum(param.nbytes for param in own.params)
-    caps = options.get("bucket_cap_mb_list") or [options.get("bucket_cap_mb", 25)]
-    assert (len(after) > 1) == (min(caps) < 0.1), options
     if own.history.has_rebuilt:
         told = theirs["rebuilt_per_bucket_param_indices"].split(",")
         indices = [[int(index) for index in part.split()] for part in told]
         assert [bucket.indices for bucket in own.assignment.buckets] == indices, options
-    places = [bucket.flat.untyped_storage().data_ptr() for bucket in own.assignment.buckets]
-    for grad in (param.grad for param in own.params if param.grad is not None):
-        assert (grad.untyped_storage().data_ptr() in places) == ("gradient_as_bucket_view" in options), (
-            options
-        )
 
 
 @on_ranks(4)
@@ -94,18 +76,14 @@ def test_every_option_gives_the_bits_of_pytorchs_wrapper_in_every_pass() -> None
             if KNOWN.issuperset(options):  # this PyTorch has it
                 uses_all = not {"static_graph", "find_unused_parameters"} & options.keys()
                 pair = Pair.of(Layers(spares=0 if uses_all else 2), process_group=group, **options)
-                before = [bucket.nbytes for bucket in pair.ours.reducer.own.assignment.buckets]
                 pair.train(loss_of, 4, (members, options))
-                assert_buckets_of_pytorch(pair, options, before)
+                assert_buckets_of_pytorch(pair, options)
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("members", [3, 4])
-def test_large_gradients_have_the_bits_of_pytorchs_wrapper(members: int) -> None:
+@on_ranks(3)
+def test_large_gradients_have_the_bits_of_pytorchs_wrapper() -> None:
     """More than a megabyte for each part of the ring, so that there are more parts."""
-    group = dist.new_group(list(range(members)))
-    if dist.get_rank() < members:
-        Pair.of(Layers(640), process_group=group).train(loss_of, 3, members)
+    Pair.of(Layers(640)).train(loss_of, 3)
 
 
 # ---------------------------------------------------------------------- gradients without a value
@@ -157,11 +135,10 @@ def stepped(wrapper: type[TorchDdp] | None, overlap: bool, **options: Any) -> Un
 def test_a_parameter_whose_gradient_is_undefined_on_every_rank_has_none() -> None:
     plain = stepped(None, overlap=False)
     assert torch.equal(plain.odd, torch.ones(4))
-    kinds = product((UNUSED, STATIC), (False, True), (DistributedDataParallel, TorchDdp), (False, True))
-    for options, view, wrapper, overlap in kinds:
-        net = stepped(wrapper, overlap, gradient_as_bucket_view=view, **options)
+    for options, wrapper in product((UNUSED, STATIC), (DistributedDataParallel, TorchDdp)):
+        net = stepped(wrapper, overlap=True, gradient_as_bucket_view=True, **options)
         for got, expected in zip(net.parameters(), plain.parameters(), strict=True):
-            assert_same(got.detach(), expected.detach(), (wrapper, options, view, overlap))
+            assert_same(got.detach(), expected.detach(), (wrapper, options))
 
 
 @on_ranks(2)
@@ -193,9 +170,9 @@ def backward_and_check(model: DistributedDataParallel, dtype: torch.dtype) -> No
     model.check_finished()
 
 
-@on_ranks(2, slow=4)
-def test_a_failure_is_told_from_gradients_that_are_nan_in_every_dtype() -> None:
-    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
+@on_ranks(2)
+def test_a_failure_is_told_from_gradients_that_are_nan() -> None:
+    dtypes = (torch.bfloat16, torch.float32, torch.complex64)
     rank = dist.get_rank()
     for dtype, deferred in product(dtypes, (False, True)):  # deferred: as on CUDA
         net = nn.Linear(3, 3, bias=False, dtype=dtype)

@@ -3,15 +3,13 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import product
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch import nn
 from torch.distributed.algorithms.join import Join
 
 from ddp_pairs import SMALL_MB, mlp, mlp_loss
@@ -19,9 +17,7 @@ from fake_streams import fake_streams
 from modelled import modelled_streams
 from pool import on_ranks
 from sync_calls import cpu_as_accelerator, recorded, texts
-from zero_optim.comm.pending import Pending
-from zero_optim.compat import streams
-from zero_optim.ddp import DistributedDataParallel, Reducer
+from zero_optim.ddp import DistributedDataParallel
 from zero_optim.ddp.reducer.assignment import ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.reducer.backward_pass import BackwardPass, Reductions
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
@@ -29,27 +25,24 @@ from zero_optim.ddp.reducer.history import History
 from zero_optim.ddp.reducer.stream_order import StreamOrder
 from zero_optim.shard.engine import Engine
 
-SMALL = 10
-
 
 class Begun:
     """A backward pass whose gradients come as they are told to, and the buckets that it launches."""
 
-    def __init__(self, num_params: int, *caps: int) -> None:
-        self.params = [torch.zeros(SMALL, requires_grad=True) for _ in range(num_params)]
+    def __init__(self, num_params: int) -> None:
+        self.params = [torch.zeros(10, requires_grad=True) for _ in range(num_params)]
         self.launched: list[int] = []
-        options = ReducerOptions(bucket_caps_nbytes=caps or (2**30,), limits_first_buckets=True)
+        options = ReducerOptions(bucket_caps_nbytes=(2**30,))
         assignment = assign(ReducedParams.of(self.params), options)
         self.current = BackwardPass(
             assignment, History(num_params), options, Reductions(Engine(), self.launch), divisor=2.0
         )
 
-    def launch(self, bucket: ReducerBucket) -> Pending[torch.Tensor]:
+    def launch(self, bucket: ReducerBucket) -> Any:
         self.launched.append(bucket.number)
-        return Pending([], pytest.fail)
 
     def come(self, index: int) -> None:
-        self.params[index].grad = torch.ones(SMALL, device=torch.device("cpu"))
+        self.params[index].grad = torch.ones(10, device=torch.device("cpu"))
         self.current.arrived(index)
 
 
@@ -75,97 +68,28 @@ def test_small_gradients_are_copied_behind_the_streams_of_all_and_kept_until_the
         assert bool(model.settle()) == (defect != "none")
 
 
-def test_one_stream_costs_one_event_a_pass() -> None:
+def test_the_memory_of_a_sparse_gradient_is_kept_for_the_stream_that_reads_it() -> None:
+    param = nn.Parameter(torch.zeros(5, 2))
+    bucket = ReducerBucket([0], [param], is_sparse=True, as_views=False, batched=False)
+    grad = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 2), (5, 2), check_invariants=True)
+    param.grad = grad
     with fake_streams() as accelerator:
-        begun = Begun(6, 8 * SMALL)
-        for index in reversed(range(6)):
-            begun.come(index)
-        assert begun.launched == [0, 1, 2]
-        assert len(accelerator.events) == 1
-        assert accelerator.used == []
-
-
-def test_the_cpu_is_asked_for_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.device] = []
-    monkeypatch.setattr(streams, "current_stream", asked.append)
-    begun = Begun(2)
-    for index in range(2):
-        begun.come(index)
-    assert begun.launched == [0]
-    assert not asked
-
-
-# ---------------------- what the CPU waits for
-
-
-class Branches(nn.Module):
-    """Has a parameter more than the first rank uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.always, self.at_times = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.always(x) if dist.get_rank() == 0 else self.at_times(self.always(x))
-
-
-def iterating(
-    make: Callable[[], nn.Module], options: dict[str, Any], hook: bool = False
-) -> Callable[[int], None]:
-    model = DistributedDataParallel(make(), bucket_cap_mb=SMALL_MB, **options)
-    assert model.reducer.own.defers_reports
-    if hook:
-        model.register_comm_hook(None, allreduce_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def iterate(number: int) -> None:
-        optimizer.zero_grad()
-        mlp_loss(model, number).backward()
-        optimizer.step()
-
-    return iterate
-
-
-OPTIONS = ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True})
+        bucket.record_use([0])
+        assert accelerator.were_used_on("main", grad._indices(), grad._values())
 
 
 @on_ranks(2)
 def test_an_ordinary_iteration_waits_for_nothing() -> None:
     with cpu_as_accelerator():
-        for options, hook in product(OPTIONS, (False, True)):
-            iterate = iterating(mlp, options, hook)
+        for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
+            model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_MB, **options)
+            assert model.reducer.own.defers_reports
             for number in range(4):  # until buckets are rebuilt
-                iterate(number)
+                mlp_loss(model, number).backward()
             with recorded() as calls:
                 for number in range(4):
-                    iterate(number)
-            assert not calls, (options, hook, texts(calls))
-
-
-@on_ranks(2)
-def test_only_a_rank_that_left_parameters_unused_asks_who_used_them_and_once() -> None:
-    with cpu_as_accelerator():
-        iterate = iterating(Branches, {"find_unused_parameters": True})
-        iterate(0)
-        with recorded() as calls:
-            iterate(1)
-        assert len(calls) == (dist.get_rank() == 0), texts(calls)
-
-
-@on_ranks(2)
-def test_a_reducer_alone_waits_only_when_it_is_asked_for_the_last_report() -> None:
-    with cpu_as_accelerator():
-        net = mlp()
-        reducer = Reducer(net.named_parameters())
-        for number in range(3):
-            mlp_loss(net, number).backward()
-        with recorded() as calls:
-            mlp_loss(net, 3).backward()
-        assert not calls, texts(calls)
-        with recorded() as calls:
-            reducer.check_finished()
-        assert [call.name for call in calls] == ["Event.synchronize"], texts(calls)
+                    mlp_loss(model, number).backward()
+            assert not calls, (options, texts(calls))
 
 
 @on_ranks(2)

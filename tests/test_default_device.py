@@ -31,7 +31,6 @@ def stepped(model: Any, optimizer: Any) -> Any:
 
 
 STAGES: dict[str, Callable[[Any, Any], Any]] = {
-    "1": lambda model, _: DistributedDataParallel(model),
     "zero_step": stepped,
     "2": ShardedDataParallel,
     "3": lambda model, optimizer: FullyShardedDataParallel(model, optimizer, units=[*model.blocks]),

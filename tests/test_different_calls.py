@@ -7,19 +7,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from stalling import TIMEOUT, about_to_stall, linear, outcomes, sharded
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
-from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
+from zero_optim.ddp import DistributedDataParallel
 from zero_optim.hooks import zero_step
 
 
 def built(kind: str) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     about_to_stall()
     model = linear()
-    optimizer = sharded(model, gather_lazily=model if kind == "lazy" else None, bucket_cap_mb=1e-4)
-    if kind == "sharded":
-        return ShardedDataParallel(model, optimizer, timeout=TIMEOUT), optimizer
+    optimizer = sharded(model, bucket_cap_mb=1e-4)
     wrapper = DistributedDataParallel(model, timeout=TIMEOUT)
     if kind == "overlapped":
         wrapper.register_comm_hook(None, zero_step(optimizer, gradients="owners"))
@@ -53,18 +53,16 @@ def check(size: int, function: Callable[..., str], *args: object, said: tuple[st
             assert part in outcome.said, (part, ended)
 
 
-@pytest.mark.parametrize("kind", ["plain", pytest.param("sharded", marks=pytest.mark.slow)])
-def test_a_step_that_a_rank_left_out_is_named(kind: str) -> None:
+def test_a_step_that_a_rank_left_out_is_named() -> None:
     counts = "; times of step(): 3 on ranks 0, 1 and 2 on rank 2"
     waits = ("; rank 2 waits in the reduction of bucket ", " in the gather of bucket ")
-    check(3, train, kind, "no step", said=("; rank 2 has left out step() 3; rank", *waits, counts))
+    check(3, train, "plain", "no step", said=("; rank 2 has left out step() 3; rank", *waits, counts))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "lazy", "sharded"])
-def test_a_step_that_a_rank_takes_twice_is_named(kind: str) -> None:
+def test_a_step_that_a_rank_takes_twice_is_named() -> None:
     said = ("rank 1 has called step() 4 times after 3 backward passes; ",)
-    check(2, train, kind, "two steps", said=said)
+    check(2, train, "plain", "two steps", said=said)
 
 
 def test_a_backward_pass_that_a_rank_leaves_out_is_named_where_the_hook_steps() -> None:
@@ -85,16 +83,36 @@ def test_different_calls_that_meet_on_one_group_are_named(tmp_path: Path) -> Non
     check(2, save_on_one_rank, tmp_path / "saved", said=said)
 
 
-def consolidate_before_buckets_are_rebuilt() -> str:
-    model, optimizer = built("plain")
-    for number in range(3):
-        if is_odd() and number == 1:  # the others agree on the order of gradients in this forward pass
-            optimizer.consolidate_state_dict()
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
+def accumulate_on_each_rank_as_often_as_it_likes() -> str:
+    model, optimizer = built("sharded")
+    for _ in range(1 + dist.get_rank()):
+        with model.no_sync():
+            model(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
     return "trained"
 
 
-def test_an_agreement_that_meets_the_rebuilding_of_buckets_is_named() -> None:
-    said = ("rank 0 waits in an agreement on the order of gradients",)
-    check(2, consolidate_before_buckets_are_rebuilt, said=said)
+def test_other_numbers_of_passes_that_owners_add_up_name_the_option_that_allows_them() -> None:
+    call = 'times of no_sync(), under which accumulate="owner" reduces every pass, and "local" none'
+    said = (f"{call}: 1 on rank 0 and 2 on rank 1",)
+    check(2, accumulate_on_each_rank_as_often_as_it_likes, said=said)
+
+
+def accumulate_inside_join() -> str:
+    about_to_stall()
+    torch.manual_seed(0)
+    model = TorchDDP(nn.Linear(4, 4))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, timeout=TIMEOUT)
+    with Join([model, optimizer]):
+        for _ in range(1 + dist.get_rank()):
+            with model.no_sync():
+                model(torch.ones(2, 4)).sum().backward()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    return "trained"
+
+
+def test_accumulation_inside_join_under_the_wrapper_of_pytorch_is_named() -> None:
+    ended = outcomes(2, accumulate_inside_join)
+    assert "no_sync()" in str(ended[0].said), ended

@@ -127,18 +127,6 @@ def test_the_reference_has_every_public_name_once(name: str) -> None:
     assert sorted(re.findall(r"^::: (\S+)$", text, re.MULTILINE)) == sorted(public_names(package))
 
 
-def test_there_are_pages() -> None:
-    names = {path.name for path in PAGES}
-    assert names >= {
-        "README.md",
-        "CONTRIBUTING.md",
-        "design.md",
-        "checkpoints.md",
-        "hooks.md",
-        "migrating.md",
-    }
-
-
 def test_the_page_of_benchmarks_is_that_of_the_records() -> None:
     write = runpy.run_path(str(ROOT / "benchmarks" / "make_readme.py"))
     assert write["PAGE"].read_text() == write["page"]()

@@ -40,27 +40,6 @@ class Averages(Small):
             p.sub_(state["ema"] * state["master"], alpha=group["lr"])
 
 
-class AveragesLate(Averages):
-    """Makes these entries at the second step, which no trial of one step shows."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        if any(self.state[p] for _, p in self.each()):
-            return super().step()
-        for _, p in self.each():
-            self.state[p] = (
-                {"ema": torch.zeros_like(p), "master": torch.zeros((), dtype=p.dtype)} if self.seen(p) else {}
-            )
-        return None
-
-    def seen(self, p: torch.Tensor) -> bool:
-        """Whether a parameter has had a gradient before."""
-        seen = self.__dict__.setdefault("_seen", set())
-        is_known = id(p) in seen
-        seen.add(id(p))
-        return is_known
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "averaged": {"ema_decay": 0.9},
@@ -77,13 +56,9 @@ def without_ours(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("kept", "build"), [*((kept, Averages) for kept in OPTIONS), ("plain", AveragesLate)]
-)
-def test_entries_of_a_class_named_ema_and_master_are_kept(
-    tmp_path: Path, kept: str, build: type[Small]
-) -> None:
-    path = tmp_path / "one"
+@pytest.mark.parametrize("kept", OPTIONS)
+def test_entries_of_a_class_named_ema_and_master_are_kept(tmp_path: Path, kept: str) -> None:
+    path, build = tmp_path / "one", Averages
     params = make_params(MIXED)
     plain = build(params)
     with finely_cut():
@@ -118,19 +93,6 @@ def train_alone(
     for step in range(first, first + steps):
         set_grads(params_of(sharded), step)
         sharded.step()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("kept", ["plain", "averaged"])
-def test_a_dict_of_the_plain_class_keeps_its_entries_of_these_names(kept: str) -> None:
-    params = make_params(MIXED)
-    plain = Averages(params)
-    train_alone(plain, plain, 3)
-    sharded = ZeroRedundancyOptimizer(twin(params), Averages, **OPTIONS[kept])
-    sharded.load_state_dict(plain.state_dict())
-    assert_same_state(without_ours(whole(sharded)), plain.state_dict())
-    if kept == "plain":
-        train_both(plain, sharded, 2, 3)
 
 
 class Factors(Small):

@@ -1,6 +1,5 @@
 """Recipes as data, and what is under way."""
 
-import atexit
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +15,6 @@ import torch
 
 from fake_streams import fake_streams
 from zero_optim.comm.pending import Pending
-from zero_optim.compat import threads
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.errors import StalledError
 from zero_optim.flow.flow import Flow, Worker
@@ -31,7 +29,8 @@ from zero_optim.flow.schedule import (
     Placement,
     Schedule,
 )
-from zero_optim.shard.engine import Engine, Task
+from zero_optim.shard.engine import Engine
+from zero_optim.shard.task import Task
 
 
 def picture() -> str:
@@ -61,23 +60,11 @@ def test_the_pictures_of_the_design_are_drawn_from_the_schedules() -> None:
     assert f"\n{placements()}\n" in design
 
 
-def test_recipes_combine() -> None:
-    lazy = OVERLAP.lazily().to_owners()
-    assert lazy[Moment.BUCKET_FULL] == (Operation.REDUCE, Operation.FREE)
-    assert (lazy[Moment.AFTER_BACKWARD], lazy[Moment.BEFORE_FORWARD]) == ((), (Operation.WAIT,))
-    assert ZERO1.lazily().moments == LAZY.moments
-    assert {recipe.gradients for recipe in RECIPES.values()} == set(Placement)
-
-
 @pytest.mark.parametrize(
     ("moment", "operations", "message"),
     [
         (Moment.STEP, (Operation.GATHER, Operation.WAIT), "stepped in step"),
-        (Moment.BUCKET_FULL, (), "full buckets to be reduced"),
-        (Moment.STEP, (Operation.STEP, Operation.GATHER), "a wait behind it"),
         (Moment.STEP, (Operation.STEP,), "expected a gather"),
-        (Moment.AFTER_FORWARD, (Operation.FREE,), "nothing else"),
-        (Moment.BUCKET_FULL, (Operation.REDUCE, Operation.FREE), "nothing else"),
     ],
 )
 def test_a_schedule_that_cannot_train_is_refused(
@@ -85,11 +72,6 @@ def test_a_schedule_that_cannot_train_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         replace(ZERO1, moments={**ZERO1.moments, moment: operations})
-
-
-def test_a_unit_that_is_never_gathered_is_refused() -> None:
-    with pytest.raises(ValueError, match="module's backward pass"):
-        replace(ZERO3, moments={**ZERO3.moments, Moment.BEFORE_BACKWARD: ()})
 
 
 class Recorded(Task):
@@ -144,17 +126,6 @@ def started(log: list[str], name: str, error: Exception | None = None) -> Pendin
     return Pending([], end)
 
 
-def test_the_oldest_is_waited_for_before_more_is_started_than_fits() -> None:
-    log: list[str] = []
-    flow = Flow(most=2)
-    for name, size in (("a", 1), ("b", 1), ("c", 2), ("d", 3)):
-        flow.start(partial(started, log, name), size)
-    assert log == ["start a", "start b", "wait a", "wait b", "start c", "wait c", "start d"]
-    flow.wait()
-    flow.wait()
-    assert log[7:] == ["wait d"]
-
-
 def test_each_is_waited_for_once_by_key_or_in_order() -> None:
     log: list[str] = []
     flow = Flow()
@@ -192,22 +163,6 @@ def test_work_that_failed_or_was_interrupted_never_seems_to_have_ended(error: Ba
         with pytest.raises(type(error), match="planted"):
             work.wait()
     assert (work.is_unclaimed, work.has_failed, work.is_over) == (False, True, False)
-
-
-def test_what_follows_a_wait_may_start_more_where_there_is_no_room() -> None:
-    log: list[str] = []
-    flow = Flow(most=2)
-
-    def follow(_: object) -> None:
-        flow.start(partial(started, log, "c"))
-        log.append("follow a")
-
-    flow.start(lambda: Pending([], follow))
-    flow.start(partial(started, log, "b"))
-    flow.start(partial(started, log, "d"))
-    assert log == ["start b", "start c", "follow a", "wait b", "start d"]
-    flow.wait()
-    assert log[5:] == ["wait c", "wait d"]
 
 
 class Busy:
@@ -274,27 +229,6 @@ def test_an_interrupted_wait_ends_when_the_thread_has_done_the_work() -> None:
     assert end.is_set()
     flow.wait()
     assert not flow
-
-
-def test_a_flow_that_goes_while_its_thread_is_busy_does_not_wait_and_the_process_does() -> None:
-    busy, other = Busy(), Busy()
-    ends: list[Any] = []
-    with mock.patch.object(atexit, "register", ends.append):
-        for work in (busy, other):
-            flow = Flow(thread=Worker("steps"))
-            flow.start(work.begin)
-            work.has_begun.wait()
-    assert {busy.thread, other.thread} <= threads._RUNNING  # one was dropped, one is there
-    busy.may_end.set()
-    assert busy.thread is not None
-    busy.thread.join()  # it ends, as its flow has gone
-    other.may_end.set()
-    for end in ends:
-        end()
-    assert other.thread is not None
-    other.thread.join()
-    assert threads._RUNNING.isdisjoint({busy.thread, other.thread})
-    assert flow
 
 
 def test_work_waits_on_a_stream_behind_the_callers_which_waits_for_it_once() -> None:

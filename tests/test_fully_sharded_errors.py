@@ -5,7 +5,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from breaking import Stops, in_backward_of
@@ -20,7 +19,6 @@ from fully import (
     train,
 )
 from pool import on_ranks
-from stalling import TIMEOUT, outcomes
 from zero_optim import ReductionError
 from zero_optim.ddp import (
     DistributedDataParallel,
@@ -146,27 +144,3 @@ def test_it_goes_on_after_an_interrupt(in_place: bool) -> None:
     with torch.no_grad():
         called(batch(1))
     assert controller.units.nbytes_live() == 0
-
-
-def raises_on_one() -> str:
-    model = Tower()
-    wrapped, _ = fully(model, adamw(model, timeout=TIMEOUT))
-    if dist.get_rank() == 1:
-
-        def fail(*_: object) -> None:
-            raise ArithmeticError("on purpose")
-
-        model.blocks[1].register_forward_hook(fail)
-    try:
-        loss_of(wrapped, 0).backward()
-    except ArithmeticError:
-        return "failed"
-    return "trained"
-
-
-@pytest.mark.slow
-def test_other_ranks_hear_of_a_rank_that_stopped_in_its_forward_pass() -> None:
-    waiting, failed = outcomes(2, raises_on_one)
-    assert failed.said == "failed"
-    assert str(waiting.said).startswith("StalledError"), waiting
-    assert "rank 0 waits in the gather" in str(waiting.said)

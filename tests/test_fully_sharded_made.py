@@ -21,7 +21,6 @@ from fully import (
     trains_alike,
 )
 from pool import on_ranks
-from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import (
     DistributedDataParallel,
     FullyShardedDataParallel,
@@ -29,7 +28,6 @@ from zero_optim.ddp import (
     fully_sharded,
     unsharded,
 )
-from zero_optim.shard.row_bucket import RowBucket
 
 
 def storages(tensors: list[Tensor]) -> int:
@@ -38,16 +36,6 @@ def storages(tensors: list[Tensor]) -> int:
 
 
 # ---------------------------------------------------------------------- an optimizer that comes later
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("cuts", [True, False])
-def test_rows_stay_where_they_are_if_a_later_optimizer_has_the_same_owners(cuts: bool) -> None:
-    model = Tower()
-    wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
-    rows = [bucket.row.data_ptr() for bucket in wrapped.units.buckets]
-    adamw(model, cuts=cuts)
-    assert ([bucket.row.data_ptr() for bucket in wrapped.units.buckets] == rows) == cuts
 
 
 @on_ranks(2)
@@ -135,9 +123,6 @@ def test_a_module_that_is_sharded_in_place_trains_as_a_wrapped_one(first: bool) 
         fully_sharded(whole)
 
 
-# ---------------------------------------------------------------------- memory
-
-
 class Heavy(nn.Module):
     """Four units, of 64 KiB each, and a module of the outermost unit."""
 
@@ -150,36 +135,6 @@ class Heavy(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.last(x)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("has_optimizer", [True, False])
-def test_while_a_model_is_wrapped_a_rank_needs_one_unit_more_than_the_model(has_optimizer: bool) -> None:
-    """Count what is alive whenever rows were copied: the model, and the rows of what was released."""
-    model: Any = Heavy()
-    params = [*model.parameters()]
-    nbytes, unit = sum(param.nbytes for param in params), 128 * 128 * 4
-    seen: list[int] = []
-    rows: dict[int, int] = {}
-    let_go = RowBucket.let_go
-
-    def counted(bucket: RowBucket, only: Tensor | None = None) -> None:
-        if only is not None:
-            rows[id(bucket)] = bucket.row.untyped_storage().nbytes()
-            seen.append(storages(params) + sum(rows.values()) + bucket.nbytes_live)
-        let_go(bucket, only)
-
-    optimizer = None
-    if has_optimizer:  # without views each parameter has memory of its own
-        optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, parameters_as_bucket_view=False)
-    RowBucket.let_go = counted  # type: ignore[method-assign]
-    try:
-        FullyShardedDataParallel(model, optimizer, units=[*model.blocks])
-    finally:
-        RowBucket.let_go = let_go  # type: ignore[method-assign]
-    assert len(seen) == len(params)
-    rooms = 5 * 64  # for stamps, in the rows of five buckets
-    assert max(seen) <= nbytes + unit + rooms, (max(seen), nbytes)
 
 
 # ---------------------------------------------------------------------- models on the meta device
@@ -246,50 +201,6 @@ def test_a_model_from_the_meta_device_has_the_bits_of_one_made_whole() -> None:
 
 
 # ---------------------------------------------------------------------- with a policy of dtypes
-
-
-class Tied(nn.Module):
-    """Modules of two units that share a weight, and a module whose parameters do not train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
-        self.blocks[2].weight = self.blocks[0].weight
-        self.blocks[1].requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-@on_ranks(2)
-def test_a_meta_model_gets_its_first_values_in_the_dtype_that_owners_keep() -> None:
-    torch.manual_seed(3)
-    want = Tied().state_dict()
-    model = on_meta(Tied)
-    torch.manual_seed(3)
-    wrapped = FullyShardedDataParallel(model, units=[*model.blocks], mixed_precision=NARROW)
-    assert_equal(state_of(wrapped), want)
-
-
-@on_ranks(2)
-def test_frozen_parameters_that_the_optimizer_lacks_become_whole_in_the_dtype_of_the_policy() -> None:
-    models: list[tuple[Any, ZeroRedundancyOptimizer]] = []
-    for is_first in (True, False):
-        torch.manual_seed(3)
-        model = Tied()
-        params = [param for param in model.parameters() if param.requires_grad]
-        optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-2) if is_first else None
-        wrapped = FullyShardedDataParallel(
-            model, optimizer, units=[*model.blocks], mixed_precision=NARROW, guards_reads=False
-        )
-        models.append((wrapped, optimizer or ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-2)))
-    for (wrapped, _), twin in zip(models, reversed(models), strict=True):
-        assert wrapped.module.blocks[1].weight.dtype == torch.bfloat16
-        assert_alike(wrapped.module.blocks[1], twin[0].module.blocks[1])
-    assert train(*models[0]) == train(*models[1])
-    assert_equal(state_of(models[0][0]), state_of(models[1][0]))
 
 
 @on_ranks(2)

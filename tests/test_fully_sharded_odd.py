@@ -1,11 +1,7 @@
 """Odd models, and odd uses of models, that are fully sharded."""
 
-import dataclasses
-import gc
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -27,7 +23,6 @@ from fully import (
     trains_alike,
 )
 from pool import on_ranks
-from waiting import wait_until
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, fully_shard, unsharded
 
@@ -40,9 +35,6 @@ def tower(*blocks: nn.Module) -> Any:
     for number, block in enumerate(blocks):
         model.blocks[number] = block
     return model
-
-
-# ---------------------------------------------------------------------- models
 
 
 class Positions(nn.Module):
@@ -108,12 +100,6 @@ class Forms(Tower):
         return self.last(three(two(x)[1][0]).inside)
 
 
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    out: Tensor
-    weight: Tensor
-
-
 def in_dict(out: Tensor, weight: Tensor) -> dict[str, Tensor]:
     return {"out": out, "weight": weight}
 
@@ -125,8 +111,7 @@ class UsingViews(Tower):
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.blocks[0](self.first(x))
-        out, weight = (parts.out, parts.weight) if isinstance(parts, Parts) else parts.values()
-        return out @ weight.t()
+        return parts["out"] @ parts["weight"].t()
 
 
 class Adding(Block):
@@ -179,9 +164,6 @@ def routed(where: str = "elsewhere") -> Any:
     return tower(Block(), Keeping(where))
 
 
-# ---------------------------------------------------------------------- losses
-
-
 def loss_in_unsharded(wrapped: Any, step: int) -> Tensor:
     """Computed there, and backpropagated outside."""
     with nullcontext() if isinstance(wrapped, DistributedDataParallel) else unsharded(wrapped):
@@ -198,11 +180,6 @@ def kept(model: Any, step: int) -> Tensor:
 def kept_alone(model: Any, step: int) -> Tensor:
     model(batch(step))
     return KEPT["aux"] + 2
-
-
-def kept_in_checkpoints(model: Any, step: int) -> Tensor:
-    model.module.how = "not reentrant"
-    return kept(model, step)
 
 
 def twice_by_what_is_kept(model: Any, step: int) -> Tensor:
@@ -231,21 +208,15 @@ ODD = {
         lambda: tower(Placed()), options={"units": lambda model: [*model.blocks, model.blocks[0].place]}
     ),
     "modules return anything": Odd(Forms),
-    "views in a dataclass": Odd(lambda: UsingViews(Parts)),
     "views in a dict": Odd(lambda: UsingViews(in_dict)),
     "units change their input and return nothing": Odd(InPlace),
     "a weight is read after all gradients": Odd(lambda: tower(Detaching(), Detaching())),
     "a loss computed in unsharded": Odd(loss=loss_in_unsharded),
     "kept in an attribute": Odd(lambda: routed("attribute"), kept),
-    "kept elsewhere": Odd(routed, kept),
     "kept, the whole loss": Odd(routed, kept_alone, UNUSED),
-    "kept, the whole loss, units stay": Odd(
-        routed, kept_alone, {**UNUSED, "of_fully": {"reshard_after_forward": 1}}
-    ),
     "kept, with a pass of its own": Odd(
         routed, twice_by_what_is_kept, {**UNUSED, "of_fully": {"accumulate": "owner"}}
     ),
-    "kept in checkpoints": Odd(routed, kept_in_checkpoints),
     "hooks of others": Odd(loss=with_hooks_of_others),
 }
 
@@ -277,9 +248,6 @@ def test_inference_and_methods_that_call_the_model_leave_nothing_behind() -> Non
         if how is not torch.enable_grad:
             assert sharded.units.nbytes_live() == 0
         assert train(sharded, other) == train(whole, one)
-
-
-# ---------------------------------------------------------------------- units that cannot be
 
 
 class ReadingUnits(Tower):
@@ -322,47 +290,6 @@ def test_writes_to_what_autograd_saved_are_noticed() -> None:
         KEPT["aux"].backward()
     train(wrapped, optimizer, loss_of=kept)
     KEPT.clear()
-
-
-class Deriving(Block):
-    """Uses derivatives inside its forward pass."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        slope: Tensor = torch.func.grad(lambda y: torch.sin(y).sum())(x.detach())
-        return super().forward(x + slope)
-
-
-@on_ranks(2)
-def test_without_the_guard_modules_use_torch_func() -> None:
-    model = tower(Deriving())
-    want = (both(model)[0][0])(batch(0))
-    out = fully(model, guards_reads=False)[0](batch(0))
-    assert torch.equal(out, want)
-    out.sum().backward()
-
-
-# ---------------------------------------------------------------------- interrupts, and the end
-
-
-def are_gone(objects: Sequence[weakref.ref[Any]]) -> bool:
-    gc.collect()
-    return all(each() is None for each in objects)
-
-
-@on_ranks(2)
-def test_a_model_that_nobody_needs_is_let_go_also_without_a_backward_pass() -> None:
-    for goes_back in (True, False):
-        wrapped, optimizer = fully(routed("attribute"))
-        buckets = [weakref.ref(bucket) for unit in wrapped.units.units for bucket in unit.buckets]
-        loss = kept(wrapped, 0)  # saves what operations have computed themselves, too
-        if goes_back:
-            loss.backward()
-            optimizer.step()
-        del optimizer, wrapped, loss
-        # What autograd's nodes held is garbage only when these have gone; and another thread may be about to
-        # let go of what it has waited for.
-        wait_until(partial(are_gone, buckets))
-        assert [bucket() for bucket in buckets] == [None] * len(buckets)
 
 
 @on_ranks(2)

@@ -1,6 +1,5 @@
 """Fully sharded models compute in one dtype, reduce in another, and step what owners keep, not rounded."""
 
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,6 @@ from zero_optim.ddp import (
 from zero_optim.step.leaves import MASTER
 
 BF16, FP32 = torch.bfloat16, torch.float32
-NEEDS_COMPILER = pytest.mark.skipif(
-    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler"
-)
 
 
 def as_kept(model: Any) -> dict[str, Tensor]:
@@ -105,7 +101,6 @@ def test_a_policy_of_the_models_own_dtype_changes_no_bit() -> None:
     ("policy", "how", "passes", "autocast"),
     [
         (NARROW, "not reentrant", 1, False),
-        pytest.param(NARROW, "reentrant", 1, False, marks=pytest.mark.exhaustive),
         (NARROW, "", 3, False),
         (NARROW, "", 1, True),
         (PrecisionPolicy(params=BF16, outputs=FP32), "", 2, False),
@@ -136,16 +131,13 @@ def test_a_model_from_the_meta_device_wrapped_first_over_a_mesh_has_the_same_bit
 # torch.compile warns of its own innards here and there.
 @on_ranks(2, timeout=250)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.exhaustive, NEEDS_COMPILER])]
-)
 @pytest.mark.slow
-def test_compiled_units_have_the_bits_of_the_same_units_that_are_whole(backend: str) -> None:
+def test_compiled_units_have_the_bits_of_the_same_units_that_are_whole() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()  # of other tests in these processes
     hand, model = ByHand(NARROW), Tower()
     for block in (*hand.narrow.blocks, *model.blocks):
-        block.compile(backend=backend)
+        block.compile(backend="aot_eager")
     trains_as_by_hand(hand, *fully(model, mixed_precision=NARROW))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -163,8 +155,7 @@ def test_cut_parameters_keep_the_bits() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("unscales", [False, True])
-def test_a_scaler_and_half_precision_skip_on_all_ranks_and_keep_the_bits(unscales: bool) -> None:
+def test_a_scaler_and_half_precision_skip_on_all_ranks_and_keep_the_bits() -> None:
     policy = PrecisionPolicy(params=torch.float16, gradients=FP32, outputs=FP32)
     (model, optimizer), hand = fully(mixed_precision=policy), ByHand(policy)
     scaler, own = (torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in range(2))
@@ -176,9 +167,8 @@ def test_a_scaler_and_half_precision_skip_on_all_ranks_and_keep_the_bits(unscale
         ):
             steps.zero_grad()
             its.scale(loss_of(each, step) * factor).backward()
-            if unscales:
-                its.unscale_(steps)
-                clips.clip_grad_norm_(0.5)
+            its.unscale_(steps)
+            clips.clip_grad_norm_(0.5)
             its.step(steps)
             its.update()
         assert scaler.get_scale() == own.get_scale(), step
@@ -204,23 +194,6 @@ def test_averages_are_those_of_what_owners_keep() -> None:
 # ---------------------------------------------------------------------- what is sent, kept and shown
 
 
-@on_ranks(2)
-def test_gathers_send_half_the_bytes_and_owners_keep_one_copy() -> None:
-    sent = []
-    for policy in (None, NARROW):
-        model, optimizer = fully(mixed_precision=policy)
-        optimizer.metrics()
-        model.metrics()
-        train(model, optimizer, range(2))
-        sent.append((optimizer.metrics()["sent_bytes/gather"], model.metrics()["sent_bytes/reduce"]))
-        rows = sum(bucket.row.nbytes for unit in model.units.units for bucket in unit.buckets)
-        sent[-1] = (*sent[-1], rows)
-    (whole, reduced, rows), (half, same, same_rows) = sent
-    assert 0.45 * whole <= half <= 0.55 * whole  # padding differs
-    assert reduced * 0.9 <= same <= reduced * 1.1
-    assert rows * 0.9 <= same_rows <= rows * 1.1
-
-
 class Looks(nn.Module):
     """Notes the dtypes that it meets."""
 
@@ -243,7 +216,6 @@ class Looks(nn.Module):
     ("options", "seen", "given"),
     [
         ({}, BF16, BF16),
-        ({"inputs": FP32, "outputs": FP32}, FP32, FP32),
         ({"casts_inputs": "nowhere", "outputs": torch.float64}, FP32, torch.float64),
     ],
 )
@@ -319,7 +291,6 @@ def test_state_dicts_have_what_owners_keep_and_load_it_exactly() -> None:
 
 @on_ranks(2)
 def test_a_state_dict_between_forward_and_backward_changes_nothing() -> None:
-    """A state dict made between a forward and its backward pass changes neither."""
     (plain, one), (model, other) = fully(mixed_precision=NARROW), fully(mixed_precision=NARROW)
     for wrapper, optimizer, is_read in ((plain, one, False), (model, other, True)):
         losses = []
@@ -333,10 +304,7 @@ def test_a_state_dict_between_forward_and_backward_changes_nothing() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [(NARROW, None), (None, NARROW), pytest.param(NARROW, NARROW, marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.parametrize(("saved", "loaded"), [(NARROW, None), (None, NARROW)])
 def test_checkpoints_have_what_owners_keep(tmp_path: Path, saved: Any, loaded: Any) -> None:
     (model, optimizer), (other, another) = fully(mixed_precision=saved), fully(mixed_precision=loaded)
     train(model, optimizer, 2)
@@ -346,9 +314,6 @@ def test_checkpoints_have_what_owners_keep(tmp_path: Path, saved: Any, loaded: A
     checkpoint.load(tmp_path / "saved", model=other, optimizer=another)
     assert_equal(as_kept(other), want)
     train(other, another, range(2, 4))
-    if saved == loaded:
-        train(model, optimizer, range(2, 4))
-        assert_equal(as_kept(other), as_kept(model))
 
 
 @on_ranks(2)

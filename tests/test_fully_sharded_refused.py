@@ -1,7 +1,6 @@
 """What a fully sharded model refuses, on every rank, and changes nothing by it."""
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -45,12 +44,9 @@ def test_wrong_arguments_change_nothing() -> None:
     wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (TypeError, "expected mixed_precision to be", {"mixed_precision": object()}),
         (TypeError, "takes no bucket_cap_mb", {"bucket_cap_mb": 1}),
-        (TypeError, "expected units to be", {"units": 3}),
         (TypeError, "expected units to be modules", {"units": ["blocks.0"]}),
         (ValueError, "no module of the model", {"units": [nn.Linear(2, 2)]}),
         (ValueError, "never called itself", {"units": [model.blocks]}),
-        (TypeError, "expected reshard_after_forward", {"reshard_after_forward": "yes"}),
-        (ValueError, "expected accumulate", {"accumulate": "both"}),
         (Exception, "units", {"units": "auto" if dist.get_rank() else 3}),
     ]
     before = state_of(model)
@@ -87,8 +83,6 @@ def test_what_would_need_parameters_that_are_not_there_is_refused() -> None:
     for thing in (wrapped, model, optimizer):
         with pytest.raises(RuntimeError, match="cannot be copied or pickled"):
             copy.deepcopy(thing)
-    with pytest.raises(RuntimeError, match="cannot be copied or pickled"):
-        pickle.dumps(model)
     with pytest.raises(RuntimeError, match="create_graph=True is not possible"):
         torch.autograd.grad(loss_of(wrapped, 0), [model.first.weight], create_graph=True)
     part, message = model.blocks[0].up, "this Linear lies inside a unit of a fully sharded model"
@@ -100,9 +94,7 @@ def test_what_would_need_parameters_that_are_not_there_is_refused() -> None:
 
 WRONG: dict[str, Callable[[Any, bool], object]] = {
     "load_state_dict": lambda model, bad: model.load_state_dict(3 if bad else {}),
-    "full_state_dict": lambda model, bad: full_state_dict(3 if bad else model),  # type: ignore[arg-type]
     "full_state_dict of another": lambda model, bad: full_state_dict(Tower() if bad else model),
-    "full_state_dict on none": lambda model, bad: full_state_dict(model, ranks=3 if bad else (0,)),  # type: ignore[arg-type]
     "load_local_state_dict": lambda model, bad: model.load_local_state_dict(
         3 if bad else model.local_state_dict()
     ),
@@ -139,9 +131,6 @@ def test_unsharded_of_no_model_on_one_rank_is_told_after_the_timeout() -> None:
             unsharded(wrapped).__enter__()
 
 
-# ---------------------------------------------------------------------- before the optimizer is built
-
-
 class Bare(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -153,10 +142,6 @@ class Bare(nn.Module):
 def test_a_model_from_the_meta_device_that_nobody_can_initialize_is_refused() -> None:
     with pytest.raises(ValueError, match="the outermost module, a Bare, is on the meta device and has no"):
         FullyShardedDataParallel(on_meta(Bare))
-    with pytest.raises(ValueError, match="weight has no values after init of its module, a Bare"):
-        FullyShardedDataParallel(
-            on_meta(Bare), init=lambda m: m.reset_parameters() if isinstance(m, nn.Linear) else None
-        )
     with pytest.raises(ValueError, match="nothing in this one is"):
         FullyShardedDataParallel(Bare(), init=nn.Linear.reset_parameters)
     half = Bare()
@@ -197,7 +182,6 @@ def test_a_later_optimizer_that_cannot_be_is_refused_and_changes_nothing() -> No
 
 PLAIN: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.AdamW, {}),
-    (torch.optim.AdamW, {"fused": True}),
     (torch.optim.SGD, {"foreach": True}),
 ]
 
@@ -278,26 +262,8 @@ def test_a_wrapper_that_raises_leaves_the_model_as_it_was() -> None:
     assert_equal(state_of(FullyShardedDataParallel(from_meta)), state_of(Tower()))
 
 
-# ---------------------------------------------------------------------- policies of dtypes
-
-
-class FSDP1:
-    param_dtype, reduce_dtype, buffer_dtype = BF16, FP32, None
-    keep_low_precision_grads = False
-    cast_forward_inputs, cast_root_forward_inputs = False, True
-    _module_classes_to_ignore = (nn.LayerNorm,)
-
-
-class KeepsLow(FSDP1):
-    keep_low_precision_grads = True
-
-
 def halved() -> nn.Module:
     return Tower().to(torch.float16)
-
-
-def sparse() -> nn.Module:
-    return nn.Embedding(4, 4, sparse=True)
 
 
 @on_ranks(2)
@@ -305,10 +271,7 @@ def sparse() -> nn.Module:
     ("policy", "error", "message", "how"),
     [
         ("bfloat16", TypeError, "to be a zero_optim.ddp.PrecisionPolicy or", {}),
-        (FSDP1(), ValueError, "leaves out modules of some classes, as blocks.0.norm", {}),
-        (KeepsLow(), ValueError, "keep_low_precision_grads=True is not possible", {}),
         (NARROW, ValueError, "cannot hold what owners keep of first.weight", {"model": halved}),
-        (NARROW, ValueError, "does not go with sparse gradients", {"model": sparse}),
         (
             NARROW,
             ValueError,
@@ -334,18 +297,9 @@ def test_what_makes_no_sense_is_refused_on_every_rank(
         FullyShardedDataParallel(model, optimizer, mixed_precision=policy, **how)
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "options"),
-    [
-        (TypeError, "expected params to be a torch.dtype or None", {"params": "bf16"}),
-        (ValueError, "expected gradients to be None or one of", {"gradients": torch.int32}),
-        (ValueError, "expected casts_inputs to be one of", {"casts_inputs": "here"}),
-        (ValueError, "has no effect with", {"inputs": BF16, "casts_inputs": "nowhere"}),
-    ],
-)
-def test_a_policy_checks_itself(error: type[Exception], message: str, options: dict[str, Any]) -> None:
-    with pytest.raises(error, match=message):
-        PrecisionPolicy(**options)
+def test_a_policy_checks_itself() -> None:
+    with pytest.raises(ValueError, match="expected gradients to be None or one of"):
+        PrecisionPolicy(gradients=torch.int32)
 
 
 def test_pytorchs_policies_are_read() -> None:

@@ -1,7 +1,5 @@
 """Fully sharded models are saved by the owners of their rows, and load at any stage."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import resident
 from fully import Tower, adamw, assert_equal, batch, state_of, train
 from pool import Ranks, on_ranks
 from zero_optim import RemoteRankError, StateMismatchError, ZeroRedundancyOptimizer, checkpoint
@@ -133,35 +130,18 @@ def test_a_checkpoint_loads_at_another_stage(tmp_path: Path) -> None:
         assert strides[0] == strides[1]
 
 
-def goes_there_and_back(here: Ranks, there: Ranks, folder: Path, stages: tuple[str, str], width: int) -> None:
-    saved, loaded = stages
-    want = here.run(saves, folder / "saved", saved, width)[0]
-    up = there.run(loads, folder / "saved", loaded, folder / "there", width)[0]
-    back = here.run(loads, folder / "there", saved, folder / "back", width)[0]
-    assert len(want) > 40
-    assert_equal(up.content, want)
-    assert_equal(back.content, want)
-    if width and stages == ("fully", "fully"):
-        assert up.cuts
-        assert back.cuts
-        assert up.cuts != back.cuts
-
-
 def test_state_masters_and_averages_of_cut_parameters_go_from_two_ranks_to_three_and_back(
     ranks2: Ranks, ranks3: Ranks, tmp_path: Path
 ) -> None:
-    goes_there_and_back(ranks2, ranks3, tmp_path, ("fully", "fully"), 128)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("width", [0, 128], ids=["whole", "cut"])
-@pytest.mark.parametrize("loaded", ["plain", "gradients", "fully"])
-@pytest.mark.parametrize("saved", ["plain", "gradients", "fully"])
-def test_state_goes_to_other_numbers_of_ranks_at_all_stages(
-    ranks2: Ranks, ranks3: Ranks, tmp_path: Path, saved: str, loaded: str, width: int
-) -> None:
-    goes_there_and_back(ranks2, ranks3, tmp_path / "up", (saved, loaded), width)
-    goes_there_and_back(ranks3, ranks2, tmp_path / "down", (saved, loaded), width)
+    want = ranks2.run(saves, tmp_path / "saved", "fully", 128)[0]
+    up = ranks3.run(loads, tmp_path / "saved", "fully", tmp_path / "there", 128)[0]
+    back = ranks2.run(loads, tmp_path / "there", "fully", tmp_path / "back", 128)[0]
+    assert len(want) > 40
+    assert_equal(up.content, want)
+    assert_equal(back.content, want)
+    assert up.cuts
+    assert back.cuts
+    assert up.cuts != back.cuts
 
 
 @on_ranks(2)
@@ -231,9 +211,6 @@ def test_one_rank_alone(tmp_path: Path) -> None:
     assert_equal(state_of(model), state_of(plain))
 
 
-# ---------------------------------------------------------------------- own rows
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("width", [0, 128], ids=["whole", "cut"])
 def test_own_rows_are_saved_without_communication_and_loaded(tmp_path: Path, width: int) -> None:
@@ -268,32 +245,3 @@ def test_own_rows_are_saved_without_communication_and_loaded(tmp_path: Path, wid
     assert_equal(state_of(other), before)
     with unsharded(other), pytest.raises(RuntimeError, match="are whole for somebody to read"):
         other.local_state_dict()
-
-
-# ---------------------------------------------------------------------- memory
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of resident memory in /proc")
-def test_a_fresh_process_takes_no_more_memory_than_planned(tmp_path: Path) -> None:
-    """Each rank calls `return_freed_memory` first."""
-    size = 2
-    processes = [
-        subprocess.Popen(
-            [sys.executable, resident.__file__, str(rank), str(size), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        told = [process.communicate(timeout=500)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for line in told:
-        peak, planned = map(int, line.split())
-        # rows, gradients and two entries of state
-        assert planned >= 4 * resident.NUM_LAYERS * resident.WIDTH**2 * 4 / size
-        assert peak <= 1.05 * planned, f"{peak / 2**20:.1f} MiB, planned {planned / 2**20:.1f} MiB"

@@ -1,6 +1,5 @@
 """Fully sharded models that somebody converts, or whose parameters are replaced or written to oddly."""
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,7 +19,6 @@ from zero_optim.ddp import (
     FullyShardedDataParallel,
     PrecisionPolicy,
     full_state_dict,
-    fully_shard,
     unsharded,
 )
 
@@ -31,20 +29,17 @@ AS_KEPT_OR_ROUNDED = pytest.mark.parametrize("policy", [None, NARROW], ids=["as 
 CONVERSIONS: list[Callable[[Any], object]] = [
     lambda model: model.to(torch.bfloat16),
     nn.Module.half,
-    lambda model: model.to("meta"),
     lambda model: model.to_empty(device="cpu"),
     lambda model: model._apply(lambda tensor: tensor * 2),
 ]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_conversion_raises_before_anything_was_converted(in_place: bool) -> None:
+def test_a_conversion_raises_before_anything_was_converted() -> None:
     model = Tower()
     model.register_buffer("shift", torch.zeros(2))
     optimizer = adamw(model)
-    sharded = fully_shard if in_place else FullyShardedDataParallel
-    wrapped: Any = sharded(model, optimizer, units=[*model.blocks])
+    wrapped = FullyShardedDataParallel(model, optimizer, units=[*model.blocks])
     for convert in CONVERSIONS:
         for of in (wrapped, model):
             with pytest.raises(RuntimeError, match=r"cannot be converted or moved.*before it is wrapped"):
@@ -53,20 +48,6 @@ def test_a_conversion_raises_before_anything_was_converted(in_place: bool) -> No
         model.blocks[1].norm.double()
     assert model.shift.dtype == torch.float32
     train(wrapped, optimizer)
-
-
-@on_ranks(1)
-def test_memory_formats_and_other_tensors_in_the_place_of_parameters_are_conversions() -> None:
-    model: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 4))
-    FullyShardedDataParallel(model, units=[model[1]])
-    with pytest.raises(RuntimeError, match="cannot be converted or moved"):
-        model.to(memory_format=torch.channels_last)
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    try:
-        with pytest.raises(RuntimeError, match="puts others in their place"):
-            model.double()
-    finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(False)
 
 
 @on_ranks(2)
@@ -103,10 +84,7 @@ def swapping(swaps: bool) -> Iterator[None]:
 
 @on_ranks(2)
 @AS_KEPT_OR_ROUNDED
-@pytest.mark.parametrize(
-    ("assign", "swaps"),
-    [(True, False), pytest.param(False, True, marks=pytest.mark.exhaustive), (True, True)],
-)
+@pytest.mark.parametrize(("assign", "swaps"), [(True, False), (True, True)])
 def test_a_load_that_replaces_parameters_reaches_their_owners(
     policy: PrecisionPolicy | None, assign: bool, swaps: bool
 ) -> None:
@@ -127,27 +105,20 @@ def test_a_load_that_replaces_parameters_reaches_their_owners(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("find_unused", [False, True])
-def test_parameters_that_were_swapped_for_others_are_named(find_unused: bool) -> None:
+def test_parameters_that_were_swapped_for_others_are_named() -> None:
     model = Tower()
-    whole = DistributedDataParallel(model, find_unused_parameters=find_unused)
+    whole = DistributedDataParallel(model, find_unused_parameters=True)
     for swapped in (model.first, model):
         with swapping(True):
             swapped.float()
         with pytest.raises(ReductionError, match=r"first.weight, .* became another tensor"):
             loss_of(whole, 0).backward()
-    wrapped, _ = fully(find_unused_parameters=find_unused)
+    wrapped, _ = fully(find_unused_parameters=True)
     with swapping(True):
         for convert in (wrapped.float, wrapped.module.first.float, wrapped.module.float):
             with pytest.raises(RuntimeError, match="takes the hooks off"):
                 convert()
     loss_of(wrapped, 0).backward()  # nothing was swapped
-
-
-def norm_as_before(module: nn.Linear) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # use the other one
-        nn.utils.weight_norm(module)
 
 
 def assign(module: nn.Linear) -> None:
@@ -156,7 +127,6 @@ def assign(module: nn.Linear) -> None:
 
 REPLACING: list[tuple[Callable[[nn.Linear], object], str]] = [
     (nn.utils.parametrizations.weight_norm, r"{0}\.parametrizations\.weight\.original0, "),
-    (norm_as_before, r"{0}\.weight_g, {0}\.weight_v"),
     (assign, r"{0}\.weight"),
 ]
 
@@ -176,18 +146,6 @@ def test_other_parameters_in_the_place_of_those_that_were_wrapped_are_refused() 
             assert wrapped.units.nbytes_live() == 0
         with unsharded(wrapped, writes=False), pytest.raises(RuntimeError, match="has gone, and"):
             wrapped(batch(1))
-
-
-@on_ranks(2)
-def test_parameters_may_be_taken_out_or_get_other_names() -> None:
-    wrapped, optimizer = fully(find_unused_parameters=True)
-    wrapped.module.blocks[1].up.bias = None
-    with unsharded(wrapped):
-        prune.l1_unstructured(wrapped.module.blocks[0].down, "weight", 0.5)
-    train(wrapped, optimizer)
-    loss = loss_of(wrapped, 0)
-    assert loss.isfinite()
-    loss.backward()
 
 
 @on_ranks(2)
@@ -295,8 +253,6 @@ def test_training_goes_on_after_a_state_dict_that_was_not_finished(policy: Preci
     with model.refusing():
         model.state_dict()
     assert_equal(state_of(sharded), state_of(want))
-    with model.refusing():
-        model.state_dict()
     assert train(sharded, optimizer, 2) == train(want, one, 2)
     assert all(param in optimizer.pieces() for param in model.parameters())
     assert_equal(state_of(sharded), state_of(want))
@@ -377,16 +333,6 @@ def test_a_write_to_the_data_of_a_freed_parameter_raises_at_the_next_use() -> No
 
 
 @on_ranks(2)
-def test_parameters_that_are_converted_one_by_one_while_they_are_freed_are_noticed() -> None:
-    wrapped, optimizer = fully()
-    for param in wrapped.parameters():
-        param.data = param.data.double()  # not by model.double(), which would be seen
-    for use in (lambda: wrapped(batch(0).double()), optimizer.step):
-        with pytest.raises(RuntimeError, match="given other memory, while it was not whole"):
-            use()
-
-
-@on_ranks(2)
 def test_other_memory_is_taken_over_where_parameters_are_whole() -> None:
     wrapped, _ = fully_later()
     want = state_of(wrapped)
@@ -397,17 +343,3 @@ def test_other_memory_is_taken_over_where_parameters_are_whole() -> None:
     weight = wrapped.module.blocks[0].up.weight
     with pytest.raises(RuntimeError, match=r"became torch\.float64"), unsharded(wrapped):
         weight.data = weight.double()
-
-
-@on_ranks(2)
-def test_shared_memory_is_refused_for_gradients_that_have_none() -> None:
-    (wrapped, optimizer), (other, one) = fully(), fully()
-    train(wrapped, optimizer, 1)
-    loss_of(wrapped, 1).backward()
-    with pytest.raises(RuntimeError, match="share_memory_ of the gradient of"):
-        wrapped.share_memory()
-    optimizer.zero_grad()
-    wrapped.share_memory()
-    train(other, one, 1)
-    assert train(wrapped, optimizer, 2) == train(other, one, 2)
-    assert_equal(state_of(wrapped), state_of(other))

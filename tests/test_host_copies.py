@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_names import CPU, GPU3, META, XPU1, tensor_on
+from device_names import CPU, GPU3, XPU1
 from zero_optim.checkpoint.content import RankContent
 from zero_optim.checkpoint.objects import Objects, random_state, set_random_state
 from zero_optim.comm import wire
@@ -81,20 +81,6 @@ def counting() -> Iterator[CountingAccelerator]:
         yield accelerator
 
 
-def test_a_save_in_the_background_waits_for_the_device_once_however_many_tensors() -> None:
-    part = RankContent()
-    given = {"a": torch.arange(6.0).reshape(2, 3).t(), "b": [torch.ones(4, dtype=torch.bfloat16)] * 2}
-    part.add("state", given)
-    with counting() as accelerator:
-        staged = part.staged()
-    assert accelerator.waits == 1
-    assert part.tensors.keys() == staged.tensors.keys()
-    for key, tensor in part.tensors.items():
-        assert torch.equal(tensor, staged.tensors[key])
-        assert tensor.stride() == staged.tensors[key].stride()
-        assert tensor.data_ptr() != staged.tensors[key].data_ptr()
-
-
 def test_a_save_in_the_background_pins_one_piece_at_a_time_and_keeps_ordinary_memory() -> None:
     part, pinned = RankContent(), []
     part.add(
@@ -158,23 +144,6 @@ def test_memory_that_the_system_cannot_pin_is_an_error_that_says_how_much_it_was
     assert len(runtime.log) == 1  # nothing to forget
 
 
-def test_on_other_accelerators_pytorch_pins() -> None:
-    for module, number in ((Runtime(), 0), (SimpleNamespace(), 4)):
-        assert pinned_in_full(torch.ones(number), module) is None
-    with counting() as accelerator:
-        accelerator.module = SimpleNamespace()  # type: ignore[attr-defined]
-        assert streams.host_memory(torch.ones(3)).shape == (3,)
-
-
-def test_a_tensor_of_the_host_comes_to_a_device_by_way_of_pinned_memory() -> None:
-    with mock.patch.object(streams, "to_device", return_value="pinned") as to_device:
-        assert streams.brought_to(torch.ones(2), META) == "pinned"
-        given = torch.ones(2, device=META)
-        assert streams.brought_to(given, META) is given
-        assert streams.brought_to(torch.ones(1), CPU).tolist() == [1.0]
-    to_device.assert_called_once()
-
-
 def test_the_random_state_is_that_of_the_parameters_device_not_of_the_current_one() -> None:
     cuda = {"is_available": True, "is_initialized": True, "get_rng_state": torch.zeros(16, dtype=torch.uint8)}
     with mock.patch.multiple(
@@ -187,16 +156,3 @@ def test_the_random_state_is_that_of_the_parameters_device_not_of_the_current_on
                 set_random_state(state, device)
             assert setting.call_args.args[1] == asked
     assert Objects(model=nn.Linear(2, 2)).device is None
-
-
-def test_a_piece_of_many_tensors_is_brought_to_the_host_with_one_wait() -> None:
-    parts = [torch.full((number,), number, dtype=torch.uint8) for number in range(4)]
-    with counting() as accelerator:
-        assert torch.equal(streams.HostCopy(*parts).read(), torch.cat(parts))
-    assert accelerator.waits == 1
-    assert torch.equal(streams.HostCopy(*parts).read(), torch.cat(parts))
-    on_device = [tensor_on(GPU3), tensor_on(CPU)]
-    with mock.patch.object(wire, "HostCopy") as copy:
-        assert wire._joined(on_device, CPU) is copy.return_value.read.return_value
-        assert wire._joined(parts[:1], CPU) is parts[0]
-    copy.assert_called_once_with(*on_device)

@@ -30,7 +30,7 @@ def batches(rank: int, count: int) -> Iterator[Tensor]:
         yield torch.randn(5, 6, generator=generator)
 
 
-@on_ranks(2, slow=4)
+@on_ranks(2)
 def test_uneven_inputs_without_ddp_and_training_afterwards() -> None:
     """Without DDP: each rank's own gradient of a common loss, so that they are equal."""
     model = make_model()
@@ -53,22 +53,6 @@ def test_uneven_inputs_without_ddp_and_training_afterwards() -> None:
     train(plain_model, plain, 2)  # and the loop after the context goes on as ever
     train(model, sharded, 2)
     assert_same_bits(list(model.parameters()), list(plain_model.parameters()))
-
-
-@on_ranks(2)
-def test_early_termination_raises_on_every_rank_when_asked() -> None:
-    model = make_model()
-    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-
-    def train() -> None:
-        with Join([sharded], throw_on_early_termination=True):
-            for batch in batches(0, 2 + dist.get_rank()):
-                sharded.zero_grad()
-                model(batch).sum().backward()
-                sharded.step()
-
-    with pytest.raises(RuntimeError, match="exhausted"):
-        train()
 
 
 @on_ranks(2)
@@ -140,49 +124,39 @@ def test_a_scaler_that_cannot_be_told_raises_on_joined_ranks_too() -> None:
         train()
 
 
-def check_epochs(set_to_none: bool, clips: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(("set_to_none", "clips"), [(False, False), (True, True)])
+def test_an_epoch_after_uneven_inputs_begins_without_the_gradients_of_other_ranks(
+    set_to_none: bool, clips: bool
+) -> None:
     """Two epochs in which rank r has 1 + 2r batches; gradients are dropped when an iteration ends.
 
     One parameter is not used; it decays where its gradient is zeros, which is so after the first step.
     """
-    for as_views in (False, True):
-        norms: list[list[float]] = [[], []]
-        models = [
-            DistributedDataParallel(
-                make_model(), find_unused_parameters=True, gradient_as_bucket_view=as_views
-            )
-            for _ in range(2)
-        ]
-        for number, net in enumerate(models):
-            net.module.idle = nn.Parameter(torch.ones(3))
-            options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
-            if number:
-                optimizer: Any = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, **options)
-                joinables, clip = [net, optimizer], optimizer.clip_grad_norm_
-            else:
-                optimizer = torch.optim.SGD(net.parameters(), **options)
-                joinables, clip = [net], partial(nn.utils.clip_grad_norm_, list(net.parameters()))
-            for epoch in range(2):
-                with Join(joinables):
-                    for batch in batches(dist.get_rank() + 10 * epoch, 1 + 2 * dist.get_rank()):
-                        net(batch).square().mean().backward()
-                        if clips:
-                            norms[number].append(float(clip(0.3)))
-                        optimizer.step()
-                        optimizer.zero_grad(set_to_none=set_to_none)
-        assert norms[0] == norms[1]
-        assert_same_bits(list(models[1].parameters()), list(models[0].parameters()))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["to None", "to zeros"])
-def test_an_epoch_after_uneven_inputs_begins_without_the_gradients_of_other_ranks(set_to_none: bool) -> None:
-    check_epochs(set_to_none, False)
-
-
-@on_ranks(2, slow=4)
-def test_gradients_are_clipped_with_the_norm_of_the_ranks_that_have_inputs() -> None:
-    check_epochs(True, True)
+    norms: list[list[float]] = [[], []]
+    models = [
+        DistributedDataParallel(make_model(), find_unused_parameters=True, gradient_as_bucket_view=True)
+        for _ in range(2)
+    ]
+    for number, net in enumerate(models):
+        net.module.idle = nn.Parameter(torch.ones(3))
+        options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
+        if number:
+            optimizer: Any = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, **options)
+            joinables, clip = [net, optimizer], optimizer.clip_grad_norm_
+        else:
+            optimizer = torch.optim.SGD(net.parameters(), **options)
+            joinables, clip = [net], partial(nn.utils.clip_grad_norm_, list(net.parameters()))
+        for epoch in range(2):
+            with Join(joinables):
+                for batch in batches(dist.get_rank() + 10 * epoch, 1 + 2 * dist.get_rank()):
+                    net(batch).square().mean().backward()
+                    if clips:
+                        norms[number].append(float(clip(0.3)))
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=set_to_none)
+    assert norms[0] == norms[1]
+    assert_same_bits(list(models[1].parameters()), list(models[0].parameters()))
 
 
 @on_ranks(2)
@@ -226,9 +200,8 @@ def test_an_error_of_clipping_raises_on_joined_ranks_too() -> None:
 
     with pytest.raises(RuntimeError, match=r"the norm of order 2\.0 of all gradients is nan"):
         clip(1.0, 2.0, True)
-    for wrong, match in (("much", "expected max_norm to be a number"), ({1}, "expected max_norm")):
-        with pytest.raises(TypeError, match=match):
-            clip(wrong)
+    with pytest.raises(TypeError, match="expected max_norm to be a number"):
+        clip("much")
 
 
 @on_ranks(2)

@@ -17,15 +17,12 @@ import torch.distributed as dist
 
 from device_names import GPU3, NCCL
 from fake_streams import FakeAccelerator, FakeEvent, fake_streams
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from waiting import LIMIT
 from zero_optim import StalledError
-from zero_optim.comm import sending
-from zero_optim.comm.backends import aborts_of, parse_config
+from zero_optim.comm.backends import parse_config
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.encoding import encode
 from zero_optim.comm.records import Verdict
-from zero_optim.comm.wire import recv_value, send_value
 from zero_optim.comm.works import Work
 from zero_optim.compat import streams
 from zero_optim.health.watchdog import Watchdog
@@ -79,7 +76,9 @@ def late_work(group: RankGroup, handle: Handle) -> Work:
     return group.begin_work("", GPU3).take(handle)  # type: ignore[arg-type]
 
 
-def check_device() -> None:
+@on_ranks(1)
+def test_the_watchdog_asks_about_a_work_with_the_device_of_the_work() -> None:
+    """Else its thread, which never set a device, has each rank make a context of half a GB on device 0."""
     with pytest.MonkeyPatch.context() as patch, late_group(patch) as (group, watchdog, module):
         handle = Handle(module.used)
         _kept = late_work(group, handle)
@@ -87,11 +86,6 @@ def check_device() -> None:
         thread.start()
         thread.join()
     assert handle.asked == [[GPU3]]
-
-
-def test_the_watchdog_asks_about_a_work_with_the_device_of_the_work(ranks1: Ranks) -> None:
-    """Else its thread, which never set a device, has each rank make a context of half a GB on device 0."""
-    ranks1.run(check_device)
 
 
 class Driver:
@@ -118,11 +112,6 @@ def test_the_watchdog_asks_in_a_mode_that_leaves_captures_of_other_threads_alone
     assert (modes, driver.mode) == ([1], 0)
 
 
-def test_without_cuda_there_is_no_mode_to_set() -> None:
-    with mock.patch.object(streams, "_driver", return_value=None), streams._harmless_to_captures():
-        pass
-
-
 @on_ranks(1)
 def test_what_a_graph_captures_is_never_asked_about() -> None:
     with pytest.MonkeyPatch.context() as patch, late_group(patch) as (group, watchdog, module):
@@ -135,7 +124,9 @@ def test_what_a_graph_captures_is_never_asked_about() -> None:
         watchdog._look()
 
 
-def check_handle_goes() -> None:
+@on_ranks(1)
+def test_the_handle_of_a_work_is_kept_by_nobody_once_a_stream_waits_for_it() -> None:
+    """It keeps all that the work brings: the rows of all ranks."""
     with pytest.MonkeyPatch.context() as patch, late_group(patch) as (group, watchdog, _):
         handle = Handle([])
         kept = weakref.ref(handle)
@@ -145,20 +136,12 @@ def check_handle_goes() -> None:
         del work, handle
         gc.collect()
         assert kept() is None
-        awaited = group.works.outstanding
-        assert awaited is not None
+        awaited: Any = group.works.outstanding
         watchdog._look()
         assert group.works.outstanding is awaited  # it has not ended
-        event: Any = awaited.handles[0].event  # type: ignore[attr-defined]
-        assert isinstance(event, FakeEvent)
-        event.has_passed = True
+        awaited.handles[0].event.has_passed = True
         watchdog._look()
         assert group.works.outstanding is None
-
-
-def test_the_handle_of_a_work_is_kept_by_nobody_once_a_stream_waits_for_it(ranks1: Ranks) -> None:
-    """It keeps all that the work brings: the rows of all ranks."""
-    ranks1.run(check_handle_goes)
 
 
 @on_ranks(1)
@@ -174,9 +157,6 @@ def test_a_device_that_failed_after_the_wait_does_not_end_the_watchdog() -> None
         watchdog._look()
         assert list(map(str, errors)) == ["device-side assert"]
         assert group.works.outstanding is None
-
-
-# ---------------------------------------------------------------------- the CPU waits for the device
 
 
 @on_ranks(2)
@@ -205,50 +185,3 @@ def test_breaking_connections_aborts_the_communicators_of_other_backends() -> No
     with mock.patch.object(type(group.process_group), "_get_backend", return_value=backend):
         group.works.cut()
     assert aborted.wait(LIMIT)
-
-
-@on_ranks(1)
-def test_gloo_has_nothing_to_abort() -> None:
-    world: Any = dist.group.WORLD
-    assert aborts_of(world) == []
-
-
-@on_ranks(1)
-def test_a_rank_whose_device_waits_says_so_wherever_its_cpu_is() -> None:
-    with pytest.MonkeyPatch.context() as patch, late_group(patch) as (group, watchdog, _):
-        _kept = late_work(group.during("gather"), Handle([]))
-        status = watchdog._verdicts._status(group.works.whole)
-    assert status.waits == ("the gather",)
-
-
-# ---------------------------------------------------------------------- communicators of two ranks
-
-
-@on_ranks(2)
-def test_sends_between_two_ranks_go_by_the_communicator_of_all_where_the_backend_can() -> None:
-    """A synchronous save on NCCL alone made a communicator for each rank that sends to rank 0."""
-    group, log = RankGroup.of(None), []
-    real = {name: getattr(dist, name) for name in ("isend", "irecv")}
-
-    @contextmanager
-    def one(process_group: dist.ProcessGroup, device: torch.device) -> Iterator[list[dist.Work]]:
-        log.append("start")
-        works: list[dist.Work] = []
-        with mock.patch.multiple(
-            dist,
-            isend=lambda *a, **k: log.append("send") or works.append(real["isend"](*a, **k)),
-            irecv=lambda *a, **k: log.append("receive") or works.append(real["irecv"](*a, **k)),
-        ):
-            yield works
-        log.append("end")
-
-    with (
-        mock.patch.object(sending, "coalesces", return_value=True),
-        mock.patch.object(sending, "coalesced", one),
-    ):
-        if group.rank == 0:
-            assert recv_value(group, 1) == {"files": [1, 2]}
-        else:
-            send_value(group, [0], *encode({"files": [1, 2]}, "a test"))
-    what = "receive" if group.rank == 0 else "send"
-    assert log == ["start", what, "end"] * 2

@@ -77,7 +77,3 @@ def test_a_notebook_tells_nothing_about_where_it_was_made(path: Path) -> None:
     assert PATHS.findall(told) == []
     names = {socket.gethostname(), getpass.getuser()} - {"localhost", "root"}  # "root" is a word
     assert [name for name in names if re.search(rf"\b{re.escape(name)}\b", told)] == []
-
-
-def test_there_are_notebooks() -> None:
-    assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04"]

@@ -5,7 +5,7 @@ memory and what the CPU makes of it for the host's. `tests/gpu/offloaded.py` doe
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from fully import Tower, assert_equal, batch, state_of
 from modelled import StreamsModel, modelled_streams
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer, checkpoint
-from zero_optim.compat.streams import HostCopy, LateCopies
+from zero_optim.compat.streams import HostCopy
 from zero_optim.ddp import (
     FullyShardedDataParallel,
     PrecisionPolicy,
@@ -29,13 +29,11 @@ from zero_optim.ddp import (
 pytestmark = pytest.mark.not_late("the model of streams has collectives of its own")
 
 CASES: dict[str, dict[str, Any]] = {
-    "averaged, clipped": {"of_optimizer": {"ema_decay": 0.9}, "clips": True},
     "two passes, scaled, clipped": {"passes": 2, "scales": True, "clips": True},
     "wrapped first, computed in bfloat16": {
         "later": True,
         "mixed_precision": PrecisionPolicy(torch.bfloat16),
     },
-    "masters": {"dtype": torch.bfloat16, "of_optimizer": {"master_dtype": torch.float32}},
     "an optimizer that has stepped": {"before": 2, "of_optimizer": {"ema_decay": 0.9}},
 }
 
@@ -168,23 +166,6 @@ def test_checkpoints_and_state_dicts_are_those_of_rows_on_the_device(tmp_path: P
     assert_equal(plain.state_dict(), want)
     train(plain, one, inputs[4:], {})
     assert_equal(plain.state_dict(), last)
-
-
-def races_without(part: Callable[..., object]) -> int:
-    model, inputs = Tower(), [batch(step) for step in range(3)]
-    with pytest.MonkeyPatch.context() as patch, modelled_streams(checks=False) as streams:
-        patch.setattr(LateCopies, "wait", part)
-        wrapped, optimizer = built(model, "cpu", {})
-        train(wrapped, optimizer, inputs, {})
-        return len(streams.settle())
-
-
-def nothing(copies: LateCopies) -> None:
-    """Wait for nothing."""
-
-
-def test_a_missing_wait_for_what_is_copied_is_found(ranks2: Ranks) -> None:
-    assert min(ranks2.run(races_without, nothing)) > 0
 
 
 @on_ranks(2)

@@ -149,25 +149,6 @@ def test_ranks_that_decide_at_the_same_time_in_two_groups_of_a_mesh_give_one_ver
     assert [rank.held for rank in network.ranks] == [verdicts[0]] * 4
 
 
-class Busy(AtOnce):
-    """Rank 0 has said what it does, and is then too busy to answer in time, twice."""
-
-    def __init__(self, answer: Presence) -> None:
-        super().__init__()
-        self.answers = [answer] * 2
-
-    def ask(self, source: int, to: int, question: Message) -> Message | Presence:
-        answer = super().ask(source, to, question)
-        return self.answers.pop() if "verdict" in question and to == 0 and self.answers else answer
-
-
-@pytest.mark.parametrize("answer", [Presence.SILENT, Presence.UNKNOWN])
-def test_the_rank_that_keeps_the_verdict_is_asked_again_where_it_is_too_busy(answer: Presence) -> None:
-    network = Busy(answer)
-    verdicts = decide_at_once(network)
-    assert verdicts[0] == verdicts[1]
-
-
 class Without(Network):
     """Some ranks say something else than an answer; from the time on that one is asked to keep a verdict."""
 
@@ -208,40 +189,3 @@ def test_a_rank_that_is_to_exit_tells_all_others_the_verdict_that_it_keeps(
     keeper.answer({"ranks": EVERYONE, "verdict": ["why", [3]], "is_first": True})
     wait_until(lambda: bool(ended))
     assert ended == [[Verdict("why", (3,))] * 4]
-
-
-class TellsSlowly(Network):
-    """Rank 3 hears a verdict late."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tells, self.may_tell = threading.Event(), threading.Event()
-
-    def ask(self, source: int, to: int, question: Message) -> Message | Presence:
-        if "verdict" in question and to == 3:
-            self.tells.set()
-            self.may_tell.wait(LIMIT)
-        return super().ask(source, to, question)
-
-
-def test_a_rank_raises_when_all_others_have_heard_why() -> None:
-    """Its wait fails as soon as another rank gives up, and the process may end."""
-    network = TellsSlowly()
-    first, last = network.ranks[0], network.ranks[3]
-    work = first.waits_in(ROWS)
-    knew = list[bool]()
-
-    def explain() -> None:
-        first.verdicts.explain(work, RuntimeError("Connection closed by peer"))
-        knew.append(last.held is not None)
-
-    deciding = threading.Thread(target=first.decides, args=(work,), daemon=True)
-    deciding.start()
-    assert network.tells.wait(LIMIT)
-    explaining = threading.Thread(target=explain, daemon=True)
-    explaining.start()
-    explaining.join(0.2)
-    network.may_tell.set()
-    for thread in (explaining, deciding):
-        thread.join(LIMIT)
-    assert knew == [True]

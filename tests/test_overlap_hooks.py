@@ -1,13 +1,11 @@
 """The step during the backward pass composes with whatever reduces the gradients."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+from fake_streams import fake_streams
 from overlap import (
     WRAPPERS,
     Setting,
@@ -15,11 +13,9 @@ from overlap import (
     assert_same_params,
     assert_same_run,
     both_wrappers,
-    either_way,
     plain_step,
-    run_either_way,
 )
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from test_ddp_hooks import renamed
 from zero_optim.hooks import zero_step
 
@@ -42,41 +38,30 @@ THEIRS: dict[str, Callable[[], tuple[object, object]]] = {
 }
 
 
-def check_hooks(wrapper: str, inline: bool) -> None:
+@on_ranks(2)
+@both_wrappers
+def test_every_hook_gives_the_same_bits(wrapper: str) -> None:
     for name, make in THEIRS.items():
-        if inline and name not in ("allreduce", "fp16"):
-            continue
         # PyTorch's PowerSGD launches collectives from callbacks, which on gloo mix those of several buckets.
         options = {"bucket_cap_mb": 25} if name == "power_sgd" else {}
         assert_same_run(Setting(wrapper, hook=make, options=options), steps=5, where=("PyTorch's", name))
 
 
-@either_way
-@both_wrappers
-def test_every_hook_gives_the_same_bits(ranks2: Ranks, wrapper: str, inline: bool) -> None:
-    ranks2.run(run_either_way, inline, check_hooks, wrapper, inline)
+@on_ranks(2)
+def test_a_hook_gives_the_same_bits_without_a_thread() -> None:
+    with fake_streams():
+        assert_same_run(Setting("ours", hook=THEIRS["fp16"]), steps=5)
 
 
 @on_ranks(2)
-@both_wrappers
-def test_a_wrapper_around_it_gives_the_same_bits(wrapper: str) -> None:
+def test_a_wrapper_around_it_gives_the_same_bits() -> None:
     """zero_step inside a wrapper: it finds 16-bit gradients."""
-    setting = Setting(wrapper)
-    plain, one = Setting(wrapper, hook=THEIRS["fp16 wrapper"]).build(overlap=False)
-    model = WRAPPERS[wrapper](setting.model(), bucket_cap_mb=0.0004)
+    setting = Setting("ours")
+    plain, one = Setting("ours", hook=THEIRS["fp16 wrapper"]).build(overlap=False)
+    model = WRAPPERS["ours"](setting.model(), bucket_cap_mb=0.0004)
     other = setting.optimizer(model)
     model.register_comm_hook(None, default_hooks.fp16_compress_wrapper(zero_step(other)))
     for number in range(5):
         expected, got = plain_step(plain, one, number), plain_step(model, other, number)
         assert_same_grads(model, got, expected, number)
         assert_same_params(model, plain, number)
-
-
-@on_ranks(2)
-def test_the_hook_is_named_and_has_the_signature_that_ddp_asks_for() -> None:
-    _, optimizer = Setting().build(overlap=False)
-    hook = zero_step(optimizer, default_hooks.fp16_compress_hook)
-    assert hook.__name__ == hook.__qualname__ == "zero_step(fp16_compress_hook)"
-    signature = inspect.signature(hook)
-    assert signature.return_annotation == torch.futures.Future[torch.Tensor]
-    assert signature.parameters["bucket"].annotation is dist.GradBucket

@@ -1,9 +1,7 @@
-"""What happens when: order under random delays, overlap seen in a trace, and reads of changed parameters."""
+"""Steps during the backward pass: early buckets are first; reads, replaced parameters and failures."""
 
-import random
 import threading
-import time
-from itertools import product
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,73 +10,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from fake_streams import fake_streams
 from overlap import (
     Grads,
-    Net,
     Setting,
-    assert_same_params,
     assert_same_run,
     both_wrappers,
     either_way,
+    grads_of,
     inputs,
     loss_of,
     plain_step,
-    run_either_way,
 )
 from pool import on_ranks
-from zero_optim import ZeroRedundancyOptimizer
-
-LONGEST_DELAY = 0.02  # seconds
-
-
-def delayed_hook(state: random.Random, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average, and complete the future late by a random time, in no order."""
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-    delay, future = state.random() * LONGEST_DELAY, allreduce_hook(None, bucket)
-
-    def wait() -> None:
-        value = future.wait()
-        time.sleep(delay)
-        done.set_result(value)
-
-    threading.Thread(target=wait, daemon=True).start()
-    return done
-
-
-def step_slowly(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:
-    """Ranks differ in when they come to the backward pass, too."""
-    if dist.get_rank() == step % dist.get_world_size():
-        time.sleep(LONGEST_DELAY)
-    return plain_step(model, optimizer, step)
-
-
-class Deep(nn.Module):
-    """Many layers, hence many buckets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.layers = nn.ModuleList(nn.Linear(18, 18) for _ in range(12))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = x.flatten(1)
-        for layer in self.layers:
-            hidden = layer(hidden).tanh()
-        return hidden
-
-
-@on_ranks(4)
-@both_wrappers
-def test_any_timing_gives_the_same_bits_on_four_ranks(wrapper: str) -> None:
-    def hook() -> tuple[object, Any]:
-        return random.Random(dist.get_rank()), delayed_hook
-
-    for interleave in (True, False):
-        setting = Setting(wrapper, Deep, hook=hook, zero={"interleave": interleave})
-        assert_same_run(setting, step_slowly, 4, where=interleave)
-
-
-# ---------------------------------------------------------------------- a trace
+from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
+from zero_optim.hooks import passes
+from zero_optim.iteration.overlap import Overlap
 
 
 class Mark(torch.autograd.Function):
@@ -95,10 +42,15 @@ class Mark(torch.autograd.Function):
         return grad, None
 
 
-class Held(Deep):
-    """The backward pass of the first layers waits for a step of the last ones."""
+class Held(nn.Module):
+    """Many layers; the backward pass of the first ones waits for a step of the last ones."""
 
-    def forward(self, x: Tensor, until: threading.Event) -> Tensor:  # type: ignore[override]
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.ModuleList(nn.Linear(18, 18) for _ in range(12))
+
+    def forward(self, x: Tensor, until: threading.Event) -> Tensor:
         hidden = x.flatten(1)
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden).tanh()
@@ -178,69 +130,99 @@ class StaleRead(nn.Module):
 @both_wrappers
 def test_a_backward_pass_that_reads_what_was_stepped_raises_on_every_rank(wrapper: str) -> None:
     options = {"bucket_cap_mb": 0.0001}  # one layer each
-    for interleave, read in product((True, False), range(4)):  # weights of this rank and of the other
-        setting = Setting(wrapper, StaleRead, options=options, zero={"interleave": interleave})
-        model, optimizer = setting.build(overlap=True)
+    for read in range(4):  # weights of this rank and of the other
+        model, optimizer = Setting(wrapper, StaleRead, options=options).build(overlap=True)
         model(inputs(0), None).square().mean().backward()  # one bucket for all in the first pass of PyTorch's
         optimizer.step()
-        loss = model(inputs(0), read).square().mean()
-        if interleave:
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                loss.backward()
-        else:
-            loss.backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(inputs(0), read).square().mean().backward()
         optimizer.wait_for_gathers()
 
 
-@on_ranks(2)
-def test_a_graph_from_before_the_step_is_not_walked_again() -> None:
-    model, optimizer = Setting().build(overlap=True)
-    loss = loss_of(model, 0)
-    loss.backward(retain_graph=True)
+# ---------------------------------------------------------------------- parameters that the user replaced
+
+
+def replacing(model: nn.Module, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:
+    """Replace ``param.data`` of some before the forward pass, of others between it and the backward pass."""
+    optimizer.zero_grad()
+    params = list(model.parameters())
+    for param in params[step % 3 :: 3]:
+        param.data = param.data.clone()
+    loss = loss_of(model, step)
+    for param in params[(step + 1) % 3 :: 3]:
+        param.data = param.data.clone()
+    loss.backward()
+    grads = grads_of(model)
     optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-# ---------------------------------------------------------------------- rebuilt buckets
-
-
-def check_rebuilding(wrapper: str) -> None:
-    """Buckets differ between the first pass and later ones; owners stay."""
-    seen: list[list[tuple[int, ...]]] = []
-
-    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        if bucket.index() == 0:
-            seen.append([])
-        seen[-1].append(tuple(map(id, bucket.parameters())))
-        return allreduce_hook(None, bucket)
-
-    setting = Setting(wrapper, model=Backwards, hook=lambda: (None, hook))
-    (plain, one), (model, other) = setting.build(overlap=False), setting.build(overlap=True)
-    owners = list(other.owners().values())
-    for number in range(4):
-        plain_step(plain, one, number)
-        seen.clear()
-        plain_step(model, other, number)
-        assert len(seen) == 1
-        assert number == 0 or len(seen[0]) > 3
-        if number == 0:
-            first = seen[0]
-        assert_same_params(model, plain, number)
-    assert seen[0] != first
-    assert list(other.owners().values()) == owners
-
-
-class Backwards(Net):
-    """Layers stand in another order than they are used in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.conv = self._modules.pop("head"), self._modules.pop("conv")
+    return grads
 
 
 @on_ranks(2)
-@either_way
 @both_wrappers
-def test_rebuilt_buckets_give_the_same_bits_and_keep_their_owners(wrapper: str, inline: bool) -> None:
-    run_either_way(inline, check_rebuilding, wrapper)
+def test_parameters_whose_data_the_user_replaced_give_the_same_bits(wrapper: str) -> None:
+    assert_same_run(Setting(wrapper), replacing, 4)
+
+
+def with_two_more(model: nn.Module) -> ZeroRedundancyOptimizer:
+    more = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4, dtype=torch.float64))]
+    return ZeroRedundancyOptimizer([*more, *model.parameters()], torch.optim.SGD, lr=0.1)
+
+
+@on_ranks(2)
+def test_a_parameter_that_does_not_fit_any_more_raises_when_backward_ends() -> None:
+    """One that does not fit any more, of parameters that DDP does not hold, on one rank."""
+    model, optimizer = Setting("ours", optimizer=with_two_more).build(overlap=True)
+    plain_step(model, optimizer, 0)
+    odd = next(iter(optimizer.owners()))
+    optimizer.zero_grad()
+    fits, is_odd = odd.data, dist.get_rank() == 1
+    if is_odd:
+        odd.data = torch.ones(5)
+    expected = "a parameter became" if is_odd else "rank 1 failed with RuntimeError in backward"
+    with pytest.raises(RuntimeError if is_odd else RemoteRankError, match=expected):
+        loss_of(model, 1).backward()
+    odd.data = fits
+    optimizer.step()
+    assert all(param.grad is not None for param in model.parameters())
+    plain_step(model, optimizer, 2)
+
+
+# ---------------------------------------------------------------------- errors anywhere
+
+
+def raises_once(original: Any) -> Any:
+    left = [True]
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if left.pop() if left else False:
+            raise ArithmeticError("something failed")
+        return original(*args, **kwargs)
+
+    return failing
+
+
+POINTS: dict[str, tuple[Any, str]] = {
+    "beginning": (Overlap, "begin"),
+    "receiving": (passes.Task, "receive"),
+    "the tensor received": (passes, "_tensor"),
+    "gradients": (passes, "gradients_in"),
+    "marking use": (passes, "record_use"),
+    "counting": (passes.SteppedPass, "take"),
+    "stepping": (passes.SteppedPass, "step"),
+}
+
+
+@on_ranks(1)
+@either_way
+def test_an_error_at_any_point_is_raised_when_backward_has_ended(inline: bool) -> None:
+    for place, name in POINTS.values():
+        with fake_streams() if inline else nullcontext(), pytest.MonkeyPatch.context() as patch:
+            model, optimizer = Setting("ours").build(overlap=True)
+            for number in range(2):
+                plain_step(model, optimizer, number)
+            patch.setattr(place, name, raises_once(getattr(place, name)))
+            optimizer.zero_grad()
+            with pytest.raises(ArithmeticError, match="something failed"):
+                loss_of(model, 2).backward()
+            assert all(param.grad is not None for param in model.parameters()), "DDP has ended the pass"
+            optimizer.step()

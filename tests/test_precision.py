@@ -19,7 +19,6 @@ from training import (
     assert_same_bits,
     assert_same_state,
     make_params,
-    pair_of,
     params_of,
     set_grads,
     sgd,
@@ -74,25 +73,6 @@ def test_narrow_parameters_are_stepped_through_masters_of_their_owner(dtype: tor
 
 
 @on_ranks(2)
-def test_a_step_with_the_gradients_of_all_parameters_has_the_bits_of_a_step_of_everything() -> None:
-    options: dict[str, Any] = {"master_dtype": torch.float32, "ema_decay": 0.5, "lr": 0.01}
-    plain, given = (
-        ZeroRedundancyOptimizer(low_precision(torch.bfloat16), torch.optim.AdamW, **options) for _ in range(2)
-    )
-    for step in range(3):
-        for optimizer in (plain, given):
-            set_grads(params_of(optimizer), step)
-        plain.step()
-        given.core.owned.step(given.param_groups, None, {p: p.grad for p in params_of(given)})
-        given.gather_parameters()
-        assert_same_bits(params_of(given), params_of(plain))
-    for mine, other in zip(given.owned_parameters(), plain.owned_parameters(), strict=True):
-        entries, expected = given.state[mine], plain.state[other]
-        assert list(entries) == list(expected)
-        assert_same_bits([*entries.values()], [*expected.values()])
-
-
-@on_ranks(2)
 def test_a_stale_master_does_not_undo_what_was_loaded_into_the_model() -> None:
     params = low_precision(torch.bfloat16)
     sharded = ZeroRedundancyOptimizer(params, torch.optim.SGD, master_dtype=torch.float32, lr=0.0)
@@ -129,8 +109,7 @@ def test_a_row_written_after_each_step_leaves_the_other_masters_alone(pretend_as
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["one element", "meta", "complex"])
-def test_an_average_that_does_not_fit_on_one_rank_is_refused_on_all(kind: str) -> None:
+def test_an_average_that_does_not_fit_on_one_rank_is_refused_on_all() -> None:
     """What does not fit is the entry of one rank's parameter alone, in a dict that all ranks give."""
     params = make_params()
     sharded = sgd(params, ema_decay=0.5, momentum=0.9)
@@ -139,12 +118,7 @@ def test_an_average_that_does_not_fit_on_one_rank_is_refused_on_all(kind: str) -
     sharded.consolidate_state_dict(to=None)
     before = sharded.state_dict()
     index = list(sharded.owners().values()).index(1)
-    wrong = {
-        "one element": torch.zeros(1),
-        "meta": torch.empty_like(params[index], device="meta"),
-        "complex": torch.zeros_like(params[index], dtype=torch.complex64),
-    }
-    bad = {**before, "state": {**before["state"], index: {**before["state"][index], EMA: wrong[kind]}}}
+    bad = {**before, "state": {**before["state"], index: {**before["state"][index], EMA: torch.zeros(1)}}}
     with pytest.raises(ValueError, match=f"expected '{EMA}' of a parameter of shape"):
         sharded.load_state_dict(bad)
     sharded.consolidate_state_dict(to=None)
@@ -152,19 +126,6 @@ def test_an_average_that_does_not_fit_on_one_rank_is_refused_on_all(kind: str) -
 
 
 @on_ranks(2)
-def test_a_hook_after_loading_that_raises_on_one_rank_raises_on_all() -> None:
-    sharded = sgd(momentum=0.9)
-
-    def hook(_: torch.optim.Optimizer) -> None:
-        if dist.get_rank() == 1:
-            raise ValueError("in the hook")
-
-    sharded.register_load_state_dict_post_hook(hook)
-    with pytest.raises(ValueError, match="in the hook"):
-        sharded.load_state_dict(sharded.state_dict())
-
-
-@on_ranks(2, slow=4)
 @pytest.mark.parametrize("master_dtype", [None, torch.float32], ids=["fp32", "bf16 with masters"])
 def test_averaged_weights_are_those_of_every_step_and_travel_with_the_state(
     master_dtype: torch.dtype | None,
@@ -222,32 +183,6 @@ def make_scaler(agrees: bool = False) -> torch.amp.GradScaler:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("fused", "unscale_first"), [(False, True), (True, False)], ids=["loop, unscale_", "fused, step"]
-)
-def test_pytorchs_scaler_for_shards_skips_on_all_ranks_what_one_has_found(
-    fused: bool, unscale_first: bool
-) -> None:
-    """Steps 2 and 5 have an infinity on one rank."""
-    plain, sharded = pair_of(torch.optim.AdamW, lr=0.01, fused=fused)
-    scalers = (make_scaler(), make_scaler(agrees=True))
-    for step in range(8):
-        for optimizer, scaler in ((plain, scalers[0]), (sharded, scalers[1])):
-            own = params_of(optimizer)
-            set_grads(own, step, float(scaler.scale(torch.tensor(1.0))))
-            if step in (2, 5) and (optimizer is plain or dist.get_rank() == 1):
-                own[3].grad.fill_(math.inf)  # type: ignore[union-attr]
-            if unscale_first:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-        assert scalers[0].get_scale() == scalers[1].get_scale(), step
-        assert_same_bits(params_of(sharded), params_of(plain), f"after step {step}")
-    assert not hasattr(sharded, "found_inf")
-    assert_same_state(whole(sharded), plain.state_dict())
-
-
-@on_ranks(2)
 def test_a_gradient_scaler_takes_its_factor_out_of_sparse_gradients() -> None:
     """Indices repeat, so the gradient is not coalesced; step 1 has an infinity on one rank."""
     moved = []
@@ -269,21 +204,6 @@ def test_a_gradient_scaler_takes_its_factor_out_of_sparse_gradients() -> None:
     assert_same_bits(moved[1:], moved[:1])
 
 
-@on_ranks(4)
-def test_a_gradient_scaler_works_on_ranks_that_own_nothing() -> None:
-    params = make_params(((3, 3),))
-    sharded, scaler = sgd(params), make_scaler(agrees=True)
-    for step in range(3):
-        set_grads(params, step)
-        scaler.scale(torch.tensor(1.0))
-        if step == 1 and dist.get_rank() == 3:
-            params[0].grad.fill_(math.nan)  # type: ignore[union-attr]
-        scaler.step(sharded)
-        scaler.update()
-    assert scaler.get_scale() == 2.0**9
-    assert bool(params[0].isfinite().all())
-
-
 @on_ranks(2)
 def test_a_scaler_that_was_not_used_on_one_rank_raises_on_every_rank() -> None:
     """A scaler handed in that scaled nothing on rank 1, of which PyTorch asserts that it did."""
@@ -296,34 +216,12 @@ def test_a_scaler_that_was_not_used_on_one_rank_raises_on_every_rank() -> None:
 
 
 @on_ranks(2)
-def test_the_average_of_a_complex_parameter_is_loaded_whole() -> None:
-    for master_dtype in (None, torch.float32):
-        params = make_params(((4, 3), (5,)), torch.complex64)
-        options: dict[str, Any] = {"ema_decay": 0.9, "master_dtype": master_dtype, "lr": 0.1}
-        saved = ZeroRedundancyOptimizer(params, torch.optim.AdamW, **options)
-        for step in range(2):
-            set_grads(params, step)
-            saved.step()
-        loaded = ZeroRedundancyOptimizer(twin(params), torch.optim.AdamW, **options)
-        loaded.load_state_dict(whole(saved))
-        held, again = ([e[EMA] for e in one.state.values()] for one in (saved, loaded))
-        assert all(average.is_complex() for average in held)
-        assert_same_bits(again, held, "loaded")
-
-
-@on_ranks(2)
 def test_a_class_that_joins_parameters_of_several_dtypes_is_refused_in_one_group() -> None:
     def params() -> list[nn.Parameter]:
         return low_precision(torch.bfloat16)
 
-    match = "expected parameters of one dtype in each group, as Adafactor gives other results"
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match="expected parameters of one dtype in each group, as Adafactor"):
         ZeroRedundancyOptimizer(params(), torch.optim.Adafactor)
-    optimizer = ZeroRedundancyOptimizer(make_params(MIXED), torch.optim.Adafactor)
-    with pytest.raises(ValueError, match=match):
-        optimizer.add_param_group({"params": params()})
-    assert len(optimizer.param_groups) == 1
-    ZeroRedundancyOptimizer(params(), torch.optim.Adafactor, master_dtype=torch.float32)
     sharded, plain = params(), params()
     of_dtypes = [[{"params": each[:-1]}, {"params": each[-1:]}] for each in (sharded, plain)]
     ours, theirs = (
@@ -339,14 +237,10 @@ def test_a_class_that_joins_parameters_of_several_dtypes_is_refused_in_one_group
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "kind", ["SGD", "RMSprop", "Adagrad", "Adadelta", "AdamW", "Adamax", "NAdam", "Muon"]
-)
+@pytest.mark.parametrize("kind", ["SGD", "RMSprop", "AdamW"])
 def test_a_checkpoint_of_another_dtype_or_of_masters_is_cast_as_load_state_dict_does(
     tmp_path: Path, kind: str
 ) -> None:
-    if not hasattr(torch.optim, kind):
-        pytest.skip("this PyTorch has no such class")
     momentum, wide, narrow = {"momentum": 0.9} if kind == "SGD" else {}, torch.float32, torch.bfloat16
 
     def build(dtype: torch.dtype, master: torch.dtype | None) -> tuple[nn.Module, ZeroRedundancyOptimizer]:

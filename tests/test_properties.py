@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,8 +18,6 @@ from torch import Tensor
 from drawn import draw_the_same
 from zero_optim import CheckpointError
 from zero_optim.checkpoint import manifest
-from zero_optim.checkpoint.data import DTYPES as KNOWN_DTYPES
-from zero_optim.checkpoint.data import Box, lay_out
 from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, Manifest
 from zero_optim.comm import encoding, wire
 from zero_optim.plan.layout import whole
@@ -47,19 +44,6 @@ def test_owners_exist_and_loads_differ_by_no_more_than_one_item(groups: list[lis
         loads[owner] += cost
     rounding = Fraction(sum(flat)) / 10**12  # of the running sums that the assignment goes by
     assert max(loads) - min(loads) <= max(flat, default=0) + rounding
-
-
-@given(groups_of_costs, st.integers(1, 9), st.data())
-def test_a_group_added_later_moves_no_owner(
-    groups: list[list[float]], size: int, data: st.DataObject
-) -> None:
-    first = data.draw(st.integers(0, len(groups)))
-    assert assign_owners(groups, size)[:first] == assign_owners(groups[:first], size)
-
-
-@given(st.lists(st.integers(0, 1000), max_size=12), st.integers(1, 9))
-def test_owners_are_the_same_whatever_the_unit_of_the_costs(group: list[int], size: int) -> None:
-    assert assign_owners([[64 * cost for cost in group]], size) == assign_owners([group], size)
 
 
 # ---------------------------------------------------------------------- layout
@@ -228,49 +212,6 @@ def assert_same_value(got: Any, expected: Any) -> None:
             assert_same_value(one, other)
     else:
         assert got == expected
-
-
-@given(st.lists(st.integers(0, 3 * 2**24), max_size=8))
-def test_pieces_hold_every_byte_once_and_in_order_within_the_bound(sizes: list[int]) -> None:
-    memories = [torch.empty(size, dtype=torch.uint8) for size in sizes]  # of no pages: nobody writes
-    pieces = list(wire.pieces_of(memories))
-    assert all(sum(part.numel() for part in piece) <= wire.PIECE_NBYTES for piece in pieces)
-    index = {memory.untyped_storage().data_ptr(): number for number, memory in enumerate(memories)}
-    places = [0] * len(sizes)
-    last = 0
-    for part in (part for piece in pieces for part in piece):
-        number = index[part.untyped_storage().data_ptr()]
-        assert number >= last
-        assert part.storage_offset() == places[number]
-        assert part.numel() > 0
-        places[number], last = places[number] + part.numel(), number
-    assert places == sizes
-
-
-# ---------------------------------------------------------------------- data files
-
-boxes = st.builds(
-    lambda key, dtype, dims: Box(
-        key, dtype, tuple(d[0] for d in dims), tuple(d[1] for d in dims), tuple(d[2] for d in dims)
-    ),
-    st.sampled_from(["w", "w[0:1]", "__metadata__", "b"]),
-    st.sampled_from([*KNOWN_DTYPES, torch.complex128]),
-    st.lists(st.tuples(st.just(9), st.integers(0, 4), st.integers(0, 5)) | st.just((1, 0, 1)), max_size=3),
-)
-
-
-@given(st.lists(boxes, max_size=6))
-def test_data_files_of_any_boxes_are_safetensors_without_gaps_or_names_twice(content: list[Box]) -> None:
-    head, placed = lay_out(content)
-    assert len(head) % 64 == 0
-    assert sorted(map(repr, content)) == sorted(repr(box) for box, _ in placed)
-    end = len(head)
-    for box, start in placed:
-        assert start == end
-        assert start % box.itemsize == 0
-        end += box.nbytes
-    found = safetensors.deserialize(head + bytes(end - len(head)))
-    assert len(found) == len(content)  # it refuses gaps, overlaps and wrong lengths
 
 
 # ---------------------------------------------------------------------- manifest

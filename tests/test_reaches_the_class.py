@@ -1,6 +1,5 @@
 """What a user does to the optimizer reaches the class as if it were not sharded."""
 
-import enum
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +13,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.ddp import DistributedDataParallel
-from zero_optim.hooks import zero_step
 
 
 class Scaled(torch.optim.Optimizer):
@@ -43,21 +40,13 @@ class Child(Base):
     """Has no step of its own, until PyTorch gives it one at its first instance."""
 
 
-class Color(enum.Enum):
-    RED = 1
-
-
 def halves_of(value: float) -> float:
     return value / 2
 
 
 UNHASHABLE: dict[str, Any] = {
     "function": halves_of,
-    "module": nn.Linear(1, 1),
     "array": np.ones(2),
-    "enum": Color.RED,
-    "set": {1, 2},
-    "list": [halves_of],
 }
 
 
@@ -98,24 +87,6 @@ def test_hooks_for_all_optimizers_run_once_a_step() -> None:
 
 
 @on_ranks(2)
-def test_hooks_for_all_optimizers_run_once_an_iteration_with_zero_step() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    wrapped = DistributedDataParallel(model)
-    wrapped.register_comm_hook(None, zero_step(optimizer))
-    seen: list[str] = []
-    handle = register_optimizer_step_post_hook(lambda it, *_: seen.append(type(it).__name__))
-    try:
-        for _ in range(2):
-            wrapped(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    finally:
-        handle.remove()
-    assert seen == ["ZeroRedundancyOptimizer"] * 2
-
-
-@on_ranks(2)
 def test_attributes_that_the_class_has_are_written_to_it() -> None:
     params, optimizer = built()
     optimizer.factor = 0.5
@@ -151,10 +122,9 @@ def test_looking_at_attributes_on_one_rank_changes_nothing(looks: Callable[[Any]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("used", [Base, Child])
-def test_a_class_that_one_rank_has_used_before_is_the_same_class(used: type[torch.optim.SGD]) -> None:
+def test_a_class_that_one_rank_has_used_before_is_the_same_class() -> None:
     if dist.get_rank() == 0:
-        used([nn.Parameter(torch.zeros(2))], lr=0.1)
+        Base([nn.Parameter(torch.zeros(2))], lr=0.1)
     built(Child)
 
 

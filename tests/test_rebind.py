@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 
 from cuts import finely_cut
 from ddp_pairs import SMALL_MB, mlp, mlp_loss
@@ -19,7 +18,6 @@ from survivors import SHAPES, adamw, assert_trained, fresh, several
 from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads, train, whole
 from worlds import leave, world
 from zero_optim import (
-    CheckpointError,
     LostStateError,
     NotConsolidatedError,
     RankMismatchError,
@@ -67,9 +65,6 @@ def test_state_moves_to_new_owners_when_the_number_of_ranks_changes(
                     optimizer.detach()
                 else:
                     assert_trained(optimizer, make, 2 * len(sizes))
-
-
-# ---------------------------------------------------------------------- detached
 
 
 @on_ranks(1, 2)
@@ -248,64 +243,6 @@ def test_a_step_that_broke_off_in_the_backward_pass_is_not_taken_for_state() -> 
 
 
 @on_ranks(2)
-def test_groups_without_cuts_are_kept_whole_in_the_next_group_too() -> None:
-    params = make_params(SHAPES)
-    groups = [{"params": params[:1]}, {"params": params[1:], "cuts": False}]
-    with finely_cut():
-        optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=0.01)
-        before = optimizer.pieces()
-        assert [len(before[param]) for param in params] == [2, 1, 1, 1, 1, 1]
-        train(optimizer, 0, 2)
-        optimizer.detach()
-        optimizer.rebind()
-        assert optimizer.pieces() == before
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        other = adamw_of(alone)
-        other.detach()
-        optimizer.detach()
-        with pytest.raises(RankMismatchError):
-            (other if dist.get_rank() else optimizer).rebind()
-        optimizer.rebind()
-    train(optimizer, 2, 3)
-    plain = torch.optim.AdamW(make_params(SHAPES), lr=0.01)
-    for step in range(3):
-        set_grads(params_of(plain), step)
-        plain.param_groups[0]["lr"] = 0.01 / (1 + step)
-        plain.step()
-    assert_same_bits(params[:1], params_of(plain)[:1])
-
-
-class NormOfWhole(torch.optim.Optimizer):
-    """SGD that divides by the norm of each gradient, if asked to."""
-
-    def __init__(self, params: Any, lr: float, whole: bool) -> None:
-        super().__init__(params, {"lr": lr, "whole": whole})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    scale = param.grad.norm() if group["whole"] else 1.0
-                    param.sub_(group["lr"] * param.grad / scale)
-
-
-@on_ranks(2)
-def test_options_that_forbid_the_cuts_of_the_next_group_are_refused() -> None:
-    params = make_params(SHAPES)
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    with finely_cut():
-        optimizer = ZeroRedundancyOptimizer(params, NormOfWhole, process_group=alone, lr=0.01, whole=False)
-        optimizer.param_groups[0]["whole"] = True
-        optimizer.detach()
-        with pytest.raises(ValueError, match="whole=True"):
-            optimizer.rebind()
-        optimizer.param_groups[0]["whole"] = False
-        optimizer.rebind()
-        assert any(len(pieces) > 1 for pieces in optimizer.pieces().values())
-
-
-@on_ranks(2)
 def test_gradients_that_a_hook_has_sharded_are_dropped_and_the_hook_has_to_be_made_again() -> None:
     model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_MB)
     params = list(model.parameters())
@@ -323,45 +260,3 @@ def test_gradients_that_a_hook_has_sharded_are_dropped_and_the_hook_has_to_be_ma
     with pytest.raises(RuntimeError, match="has to be made again"):
         mlp_loss(model, 1).backward()
     dist.barrier()  # a rank that has gone would be taken for the reason
-
-
-@on_ranks(2)
-def test_ranks_that_were_in_join_step_beside_ranks_that_were_not() -> None:
-    model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_MB)
-    optimizer = adamw(list(model.parameters()))
-    with Join([model, optimizer]):
-        for number in range(1 + dist.get_rank()):
-            mlp_loss(model, number).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    if dist.get_rank() == 0:  # as if it came new
-        alone = dist.new_group([0], use_local_synchronization=True)
-        net = mlp()
-        model = DistributedDataParallel(net, process_group=alone, bucket_cap_mb=SMALL_MB)
-        optimizer = adamw(list(net.parameters()), process_group=alone)
-    model.detach()
-    optimizer.detach()
-    optimizer.rebind(keep_state=False)
-    model.rebind()
-    for number in range(2):
-        mlp_loss(model, number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@on_ranks(2)
-def test_an_optimizer_bound_without_its_state_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
-    model = mlp()
-    optimizer = adamw(list(model.parameters()))
-    train(optimizer, 0, 2)
-    checkpoint.save(tmp_path / "saved", model=model, optimizer=optimizer, extra="two")
-    expected = [param.detach().clone() for param in model.parameters()]
-    state = whole(optimizer)
-    train(optimizer, 2, 3)
-    optimizer.detach()
-    optimizer.rebind(keep_state=False)
-    with pytest.raises(CheckpointError):
-        checkpoint.load(tmp_path / "none", model=model, optimizer=optimizer)
-    assert checkpoint.load(tmp_path / "saved", model=model, optimizer=optimizer) == "two"
-    assert_same_bits(list(model.parameters()), expected)
-    assert_same_state(whole(optimizer), state)

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlap import WRAPPERS
@@ -22,7 +21,7 @@ from zero_optim.comm import row_sum
 from zero_optim.comm.backends import TRANSPORTS
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
-from zero_optim.comm.row_sum import num_parts, start_row_sum
+from zero_optim.comm.row_sum import start_row_sum
 from zero_optim.ddp import ShardedDataParallel
 from zero_optim.hooks import reduce_to_owners
 
@@ -41,8 +40,8 @@ def parts_of_any_length(*, at_once: bool = False) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [64, 512, 1024])
-def test_a_sum_of_16_bits_over_many_ranks_is_rounded_once(size: int, dtype: torch.dtype) -> None:
+def test_a_sum_of_16_bits_over_many_ranks_is_rounded_once(dtype: torch.dtype) -> None:
+    size = 1024
     value = torch.tensor([0.1 / size, 0.3, -7.0]).div(size).to(dtype)
     total = torch.empty_like(value)
     row_sum._add([value.clone() for _ in range(size)], 3, total)
@@ -50,45 +49,22 @@ def test_a_sum_of_16_bits_over_many_ranks_is_rounded_once(size: int, dtype: torc
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("in_place", [True, False])
-def test_three_ranks_add_16_bits_in_float32(in_place: bool) -> None:
+def test_three_ranks_add_16_bits_in_float32() -> None:
     """In bf16 each of two additions of 1 to 256 would be lost."""
     group = RankGroup.of(None)
     rows = [torch.full((2,), 256.0 if group.rank == 0 else 1.0, dtype=torch.bfloat16) for _ in range(3)]
-    assert start_row_sum(group, [group], rows, in_place=in_place).wait().tolist() == [258.0, 258.0]
-
-
-@on_ranks(3)
-def test_gradients_that_go_to_their_owner_are_rounded_once() -> None:
-    module = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
-    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
-    wrapped = ShardedDataParallel(module, optimizer)
-    wrapped._own().divisor = lambda: 1
-    wrapped(torch.full((1, 2), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)).sum().backward()
-    grad = module.weight.grad
-    assert grad is None or module.weight not in optimizer.owned_parameters() or grad[0, 0] == 258
+    assert start_row_sum(group, [group], rows, in_place=True).wait().tolist() == [258.0, 258.0]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_two_ranks_have_the_bits_of_an_addition(dtype: torch.dtype) -> None:
+def test_two_ranks_have_the_bits_of_an_addition() -> None:
     group = RankGroup.of(None)
-    rows = [[torch.randn(99, generator=torch.Generator().manual_seed(n)).to(dtype)] * 2 for n in range(2)]
+    rows = [[torch.randn(99, generator=torch.Generator().manual_seed(n)).bfloat16()] * 2 for n in range(2)]
     total = start_row_sum(group, [group], [row.clone() for row in rows[group.rank]], in_place=True).wait()
     assert torch.equal(total, rows[0][0] + rows[1][0])
 
 
 # ---------------------------------------------------------------------- rows of uneven lengths
-
-
-def test_what_a_rank_receives_at_a_time_is_no_more_than_all_rows() -> None:
-    assert num_parts([5, 5, 5, 5], 2**20) == [1] * 4
-    for size in (2, 3, 4, 8, 1024):
-        for lengths in ([2**20] + [0] * (size - 1), [3 * 2**20, 2**20, 2**20][:size], [2**20 + 1] * size):
-            given = [*lengths, *[0] * (size - len(lengths))]
-            for length, count in zip(given, num_parts(given, 2**10), strict=True):
-                there = min(count, 2) * (size - 1) * -(-length // count)
-                assert there <= sum(given) + 2 * size, (given, count)
 
 
 LENGTHS = ((7, 0, 41, 3), (0, 0, 0, 500), (300, 1, 290, 4), (5, 5, 5, 5))
@@ -125,25 +101,6 @@ def test_rows_of_uneven_lengths_have_the_sums_of_even_ones(at_once: bool, by_thr
 
 
 NBYTES = 2**20  # of a matrix
-
-
-@on_ranks(4)
-@pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
-@pytest.mark.on_sockets("rows go whole there, and are added up in the rings")
-@pytest.mark.parametrize("at_once", [False, True])
-def test_the_owner_of_a_whole_bucket_receives_no_more_than_the_bucket_at_a_time(at_once: bool) -> None:
-    """One rank owns the whole bucket."""
-    group = RankGroup.of(None)
-    lanes = lanes_beside(group)
-    rows = [torch.ones(NBYTES // 4 if owner == 1 else 0) for owner in range(group.size)]
-    with contextlib.ExitStack() as stack:
-        if at_once:
-            stack.enter_context(parts_of_any_length(at_once=True))
-        living = stack.enter_context(LivingStorages(rows))
-        total = start_row_sum(group, lanes.groups, rows, in_place=True).wait()
-    assert living.peak <= NBYTES + 4096, living.peak / NBYTES
-    assert total is rows[group.rank]
-    assert bool((total == group.size).all())
 
 
 @pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
@@ -186,9 +143,7 @@ def test_a_step_in_the_backward_pass_has_the_same_bits_with_rows_in_parts(stage:
 
 @pytest.mark.on_sockets("an accelerator takes no part in it")
 @on_ranks(3)
-@pytest.mark.parametrize(
-    "name", ["sharded gradients", "sharded gradients, two streams in a model", "zero_step to owners"]
-)
+@pytest.mark.parametrize("name", ["sharded gradients, two streams in a model", "zero_step to owners"])
 def test_sums_in_parts_are_ordered_on_an_accelerator(name: str) -> None:
     """On the model of streams parts are exchanged beside the backward pass."""
     with (

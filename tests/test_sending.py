@@ -1,6 +1,5 @@
 """How a group sends what it is given: exchanges, lanes and rows, by the backend that serves the data."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +20,7 @@ from zero_optim.comm import collectives, lanes
 from zero_optim.comm.backends import parse_config
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
-from zero_optim.comm.sending import _all_to_all, exchange
+from zero_optim.comm.sending import exchange
 from zero_optim.compat import engine, private
 from zero_optim.compat.engine import coalesced, coalesces, make_group
 
@@ -31,19 +30,6 @@ from zero_optim.compat.engine import coalesced, coalesces, make_group
 def pieces_of(rank: int, dtype: torch.dtype) -> list[Tensor]:
     """Rank r's piece has r + 1 elements, and that for rank 0 has none."""
     return [torch.full((to * 3,), 10.0 * rank + to, dtype=dtype) for to in range(2)]
-
-
-@on_ranks(2)
-def test_gloo_exchanges_what_is_not_on_the_cpu_as_one_tensor_of_bytes() -> None:
-    group = RankGroup.of(None)
-    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
-        sent = pieces_of(group.rank, dtype)
-        into = [torch.empty_like(sent[group.rank]) for _ in range(2)]
-        work, came = _all_to_all(sent, into, group, as_bytes=True)
-        work.wait()
-        assert came[group.rank] is sent[group.rank]
-        for rank in range(2):
-            assert torch.equal(came[rank], pieces_of(rank, dtype)[group.rank]), (dtype, rank)
 
 
 @pytest.mark.on_sockets("it is about backends")
@@ -76,12 +62,6 @@ def test_lanes_have_the_backend_that_sends_the_data_and_are_many_on_gloo_alone()
         lanes_beside(replace(group, backends={"cpu": "mine"}))
         lanes_beside(replace(group, backends={}))  # a subclass of ProcessGroup: its name is all there is
     assert asked == [(2, "gloo"), (2, "gloo"), (1, "nccl"), (1, "mine"), (2, "gloo")]
-
-
-@on_ranks(1)
-def test_lanes_know_where_the_data_lie() -> None:
-    group = RankGroup.of(None, GPU3)
-    assert [lane.data_devices for lane in lanes_beside(group).groups] == [(GPU3,)]
 
 
 # ---------------------------------------------------------------------- rows at once
@@ -173,38 +153,6 @@ class BoundGroup:
 
     def _get_backend(self, device: torch.device) -> Any:
         return SimpleNamespace(wrapped_pg=SimpleNamespace(options=self.options))
-
-
-class Copying:
-    """A backend that gives a copy of its options each time."""
-
-    @property
-    def options(self) -> SimpleNamespace:
-        return SimpleNamespace(split_from="the default group", _timeout=None)
-
-
-class OtherGroup(BoundGroup):
-    """A group of another size, as it would be if PyTorch's arguments meant something else."""
-
-    def size(self) -> int:
-        return 2
-
-
-class CopyingGroup(BoundGroup):
-    """A group whose backend cannot be kept from splitting."""
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return Copying()
-
-
-@on_ranks(1)
-def test_a_group_that_pytorch_makes_otherwise_than_asked_is_refused() -> None:
-    for made, told in ((OtherGroup(), "a group named lane of 2 ranks"), (CopyingGroup(), "in a copy")):
-        with (
-            mock.patch.object(private, "new_process_group_helper", return_value=(made, None)),
-            pytest.raises(RuntimeError, match=f"PyTorch {re.escape(torch.__version__)} gives .*{told}"),
-        ):
-            make_group([0], "nccl", "lane", None)
 
 
 @on_ranks(1)

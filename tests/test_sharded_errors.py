@@ -31,6 +31,27 @@ def refuses(**options: Any) -> str:
 
 
 @on_ranks(2)
+def test_a_module_that_is_wrapped_anew_trains_with_the_last_wrapper_and_the_first_says_so() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    alone = nn.Linear(4, 4)
+    alone.load_state_dict(model.state_dict())
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    first, last = (ShardedDataParallel(model, optimizer, accumulate="local") for _ in range(2))
+    for net, each in ((last, optimizer), (alone, plain)):
+        for _ in range(2):
+            net(torch.ones(2, 4)).square().sum().backward()
+            each.step()
+            each.zero_grad()
+    assert torch.equal(model.weight, alone.weight)
+    with pytest.raises(RuntimeError, match=r"wrapped anew.*by the wrapper that was made last"):
+        first(torch.ones(2, 4))
+    with first.no_sync(), pytest.raises(RuntimeError, match="wrapped anew"):
+        first(torch.ones(2, 4))
+
+
+@on_ranks(2)
 def test_options_without_a_meaning_and_optimizers_that_own_no_gradients_are_refused() -> None:
     model = Net()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -38,7 +59,6 @@ def test_options_without_a_meaning_and_optimizers_that_own_no_gradients_are_refu
     group = dist.new_group([*range(dist.get_world_size())])
     for options, message in (
         ({"bucket_cap_mb": 1}, "TypeError: ShardedDataParallel takes no bucket_cap_mb: buckets are"),
-        ({"gradient_as_bucket_view": True}, "takes no gradient_as_bucket_view"),
         ({"colour": "red"}, "expected options among"),
         ({"accumulate": 3}, 'ValueError: expected accumulate to be "owner" or "local", got 3'),
         ({"optimizer": sgd}, "expected a zero_optim.ZeroRedundancyOptimizer, got SGD"),
@@ -46,20 +66,8 @@ def test_options_without_a_meaning_and_optimizers_that_own_no_gradients_are_refu
         ({"process_group": group}, "process_group is another group than that of the optimizer"),
     ):
         assert message in refuses(**options)
-    steps_early = adamw(model, overlap_with_ddp=True)
-    with pytest.raises(ValueError, match="overlap_with_ddp=True, and would wait"):
-        ShardedDataParallel(model, steps_early)
-
-
-@on_ranks(2)
-def test_comm_hooks_are_refused() -> None:
-    wrapped, _ = Setting().sharded()
-    for register in (
-        lambda: wrapped.register_comm_hook(None, allreduce_hook),
-        lambda: wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
-    ):
-        with pytest.raises(RuntimeError, match="takes no comm hook"):
-            register()
+    with pytest.raises(RuntimeError, match="takes no comm hook"):
+        Setting().sharded()[0].register_comm_hook(None, allreduce_hook)
 
 
 @on_ranks(2)
@@ -176,25 +184,6 @@ def test_passes_that_begin_at_a_parameter_add_up(through: str, create_graph: boo
     else:
         assert_same_gradients(wrapped, whole)
     optimizer.step()
-
-
-class PassesOn(Net):
-    """Has a second output, which depends on no parameter."""
-
-    def forward(self, x: Tensor, with_spare: bool = True) -> Any:
-        return super().forward(x, with_spare), x * 2
-
-
-@on_ranks(2)
-def test_a_pass_that_computes_no_gradient_leaves_all_as_they_are() -> None:
-    wrapped, _ = Setting(PassesOn).sharded()
-    wrapped(inputs(0))[0].square().mean().backward()
-    before = [param.grad for param in wrapped.parameters()]
-    asked = inputs(1).requires_grad_()
-    (found,) = torch.autograd.grad(wrapped(asked)[1].sum(), asked)
-    assert torch.equal(found, torch.full_like(asked, 2.0))
-    assert None not in before
-    assert all(param.grad is grad for param, grad in zip(wrapped.parameters(), before, strict=True))
 
 
 def own_copies(model: nn.Module) -> dict[str, Tensor]:

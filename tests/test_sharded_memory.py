@@ -99,20 +99,16 @@ def holds_little(num_passes: int, defers: bool, whole: bool) -> None:
     if num_passes > 1:  # where reports are read at once, the sums of a pass are apart until then
         own += 2 * BUCKET_LAYERS * LAYER_NBYTES / size if defers else own
     bucket = BUCKET_LAYERS * LAYER_NBYTES
-    more = {2: 1.5 * bucket + LAYER_NBYTES, 3: 2 * bucket + LAYER_NBYTES}.get(size, 2 * bucket)
+    more = 1.5 * bucket + LAYER_NBYTES if size == 2 else 2 * bucket
     assert peak <= own + more + SLACK_NBYTES, (peak, own, bucket)
-
-
-SLOW, EXHAUSTIVE = pytest.mark.slow, (pytest.mark.slow, pytest.mark.exhaustive)
 
 
 @pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
 @pytest.mark.parametrize(
     ("size", "num_passes", "defers", "whole"),
     [
-        *((size, 1, False, whole) for size in (2, 4) for whole in (True, False)),
-        pytest.param(3, 1, False, False, marks=SLOW),
-        *(pytest.param(size, 1, False, False, marks=EXHAUSTIVE) for size in (6, 8)),
+        (4, 1, False, True),
+        (4, 1, False, False),
         (2, 3, False, False),  # adding up takes a second set of its own gradients
         (2, 3, True, False),  # little more where reports are late
     ],
@@ -132,96 +128,38 @@ def cut_params(num: int = NUM_CUT) -> list[Parameter]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
-def test_cut_parameters_move_with_memory_for_one_bucket_more(view: bool, added: bool) -> None:
+def test_cut_parameters_move_with_memory_for_one_bucket_more(view: bool) -> None:
     """Each parameter has a bucket of its own."""
     options: dict[str, Any] = {"lr": 0.1, "bucket_cap_mb": 1e-5, "parameters_as_bucket_view": view}
     ZeroRedundancyOptimizer(cut_params(1), torch.optim.SGD, **options)  # what trials take is no concern here
-    first = cut_params(1)
-    with LivingStorages(first) as living:
+    with LivingStorages(()) as living:
         params = cut_params()
-        assert living.count() == NUM_CUT * CUT_NBYTES
         with cutting():
-            if added:
-                optimizer = ZeroRedundancyOptimizer(first, torch.optim.SGD, **options)
-                optimizer.add_param_group({"params": params})
-            else:
-                optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, **options)
+            optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, **options)
     assert all(len(optimizer.pieces()[param]) == 2 for param in params)
     bucket = optimizer.core.engine.buckets[-1].nbytes
-    assert living.peak <= NUM_CUT * bucket + (1 + added) * bucket + 4096, living.peak / CUT_NBYTES
-
-
-class Raising(torch.optim.SGD):
-    """Steps, then raises."""
-
-    def step(self, closure: Any = None) -> Any:
-        super().step(closure)
-        raise ArithmeticError("after the step")
+    assert living.peak <= (NUM_CUT + 1) * bucket + 4096, living.peak / CUT_NBYTES
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("overlapped", [False, True])
-@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
-def test_after_a_step_the_optimizer_holds_no_memory_of_cut_parameters(
-    view: bool, fails: bool, overlapped: bool
-) -> None:
+def test_after_a_step_the_optimizer_holds_no_memory_of_cut_parameters(view: bool) -> None:
     """After a step, nothing holds what the user lets go: neither values nor gradients."""
     with LivingStorages(()) as living:
         params = cut_params()
         with cutting():
             optimizer = ZeroRedundancyOptimizer(
-                params,
-                Raising if fails else torch.optim.SGD,
-                lr=0.1,
-                bucket_cap_mb=1e-5,
-                parameters_as_bucket_view=view,
-                assume_separable=fails,
+                params, torch.optim.SGD, lr=0.1, bucket_cap_mb=1e-5, parameters_as_bucket_view=view
             )
         for param in params:
             param.grad = torch.ones_like(param)
-        versions = [param._version for param in params]
-        try:
-            if overlapped:
-                optimizer.core.owned.step(
-                    optimizer.param_groups, None, {param: param.grad for param in params}
-                )
-            else:
-                optimizer.step()
-        except ArithmeticError:
-            assert fails
-        assert all(param._version > before for param, before in zip(params, versions, strict=True))
+        optimizer.step()
         optimizer.zero_grad()
         most = (NUM_CUT + 1) * CUT_NBYTES
-        wait_until(
-            lambda: living.count() < most
-        )  # gloo's threads let go a moment after a broadcast has ended
-        assert living.count() < most, living.count() / CUT_NBYTES
+        # gloo's threads let go a moment after a broadcast has ended
+        wait_until(lambda: living.count() < most)
         for param in params:
             param.data = torch.empty(0)
         # A bucket keeps its own memory, where parameters are views of it.
         assert living.count() < (most if view else 4096), living.count()
-
-
-@on_ranks(2)
-def test_the_local_optimizer_shows_the_rows_of_cut_parameters() -> None:
-    """Who looks at the local optimizer sees the rows of the parameters; later, shapes."""
-    params = cut_params(2)
-    with cutting():
-        optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, bucket_cap_mb=1e-5)
-    for _ in range(2):
-        pieces = [
-            next(p for p in optimizer.pieces()[param] if p.owner == dist.get_rank()) for param in params
-        ]
-        leaves = optimizer.optim.param_groups[0]["params"]
-        for param, piece, leaf in zip(params, pieces, leaves, strict=True):
-            assert torch.equal(leaf, param[piece.start : piece.stop])
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-        for param, piece, leaf in zip(params, pieces, leaves, strict=True):
-            assert leaf.shape == param[piece.start : piece.stop].shape
-            assert bool(leaf.isnan().all())
-            with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
-                leaf.data.add_(1.0)

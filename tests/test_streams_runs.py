@@ -10,8 +10,6 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    allreduce_hook,
-    bf16_compress_wrapper,
     fp16_compress_hook,
 )
 
@@ -56,10 +54,8 @@ EVALUATED_BETWEEN: dict[str, Any] = {"between": evaluate_beside, "after": join}
 LEFT_OUT: dict[str, Any] = {"before": leave_middle_out}
 KEPT = {"reshard_after_forward": False}
 SEARCHING = {"find_unused_parameters": True}
-ONE_BUCKET = {"optimizer_class": torch.optim.SGD, "lr": 0.1, "bucket_cap_mb": 1.0}
 
 RUNS: dict[str, dict[str, Any]] = {
-    "a plain step": {},
     "zero_step": EVERYWHERE,
     "zero_step to owners": OWNERS,
     "lazy gathers": LAZILY,
@@ -68,18 +64,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "masters and averages": MASTERS,
     "two streams in a model": TWO_STREAMS,
     "replaced data": REPLACED,
-    "an evaluation beside": EVALUATED,
     "an evaluation beside lazy gathers": EVALUATED | LAZILY,
     "gradients as views of buckets": VIEWS,
     "perhaps unused parameters": UNUSED,
     "a static graph": STATIC,
-    "clipping": {"after": clip},
     "clipping, norms on the device": {"after": clip_on_device},
-    "sharded gradients": {"sharded": {}},
     "sharded gradients, clipping": {"sharded": {}, "after": clip} | LAZILY,
     "sharded gradients, two streams in a model": {"sharded": {}} | TWO_STREAMS,
     "sharded gradients, two passes": {"sharded": {}, "after": clip_after_another_pass},
-    "sharded parameters": {"fully": {}},
     "sharded parameters kept": {"fully": KEPT, "after": clip},
     "sharded parameters, two passes": {"fully": {}, "after": clip_after_another_pass},
     "sharded parameters, two streams in a model": {"fully": {}} | TWO_STREAMS,
@@ -89,62 +81,25 @@ RUNS: dict[str, dict[str, Any]] = {
         "fully": {"mixed_precision": PrecisionPolicy(params=torch.bfloat16)}
     },
     "sharded parameters, a save beside": {"fully": {}, "before": save},
-    "gradients, unused on one rank": LEFT_OUT | UNUSED,
     "zero_step, unused on one rank": LEFT_OUT | UNUSED | EVERYWHERE,
     "zero_step to owners, unused on one rank": LEFT_OUT | UNUSED | OWNERS,
     "sharded gradients, unused on one rank": LEFT_OUT | {"sharded": SEARCHING},
     "sharded parameters, unused on one rank": LEFT_OUT | {"fully": SEARCHING},
     "consolidation": {"before": consolidate},
-    "a save beside": {"before": save},
     "reduce-scatters on two streams": {"after": reduce_scatters},
     "fp16": {"hook": fp16_compress_hook},
-}
-# What others show for each of two things.
-REPEATS: dict[str, dict[str, Any]] = {
-    "AdamW": {"options": {"optimizer_class": torch.optim.AdamW, "lr": 0.01}},
-    "zero_step at the end": {"overlap": {"interleave": False}},
-    "zero_step and packed gathers": EVERYWHERE | PACKED,
-    "lazy packed gathers": LAZILY | PACKED,
-    "zero_step, masters and averages": EVERYWHERE | MASTERS,
-    "two streams in a model and zero_step": TWO_STREAMS | EVERYWHERE,
-    "replaced data and zero_step": REPLACED | EVERYWHERE,
-    "an evaluation beside zero_step": EVALUATED | LAZILY | EVERYWHERE,
-    "gradients as views and zero_step": VIEWS | EVERYWHERE,
-    "perhaps unused parameters and zero_step": UNUSED | EVERYWHERE,
-    "perhaps unused parameters, two streams": UNUSED | TWO_STREAMS,
-    "sharded gradients, clipping, norms on the device": {"sharded": {}, "after": clip_on_device},
-    "sharded gradients, perhaps unused": {"sharded": SEARCHING},
-    "sharded gradients, two streams in a bucket": {"sharded": {}, "options": ONE_BUCKET} | TWO_STREAMS,
-    "sharded parameters, some kept": {"fully": {"reshard_after_forward": 1}},
-    "sharded parameters, perhaps unused": {"fully": SEARCHING},
-    "sharded parameters kept, an evaluation between both passes": {"fully": KEPT} | EVALUATED_BETWEEN,
-    "sharded parameters, masters and averages": {"fully": {}} | MASTERS,
-    "gradients, a static graph, unused on one rank": LEFT_OUT | STATIC,
-    "zero_step and lazy gathers, unused on one rank": LEFT_OUT | UNUSED | EVERYWHERE | LAZILY,
-    "sharded gradients, a static graph, unused on one rank": LEFT_OUT | {"sharded": {"static_graph": True}},
-    "sharded parameters, a static graph, unused on one rank": LEFT_OUT | {"fully": {"static_graph": True}},
-    "sharded parameters kept, unused on one rank": LEFT_OUT | {"fully": {**SEARCHING, **KEPT}},
-    "sharded parameters, some kept, unused on one rank": LEFT_OUT
-    | {"fully": {**SEARCHING, "reshard_after_forward": 1}},
-    "fp16 and zero_step": {"hook": fp16_compress_hook} | EVERYWHERE,
-    "in bf16": {"hook": bf16_compress_wrapper(allreduce_hook)},
 }
 
 
 def races_of(name: str) -> list[Found]:
     # A save that goes on uses a process group of gloo's, beside whatever else there is.
-    run = {**RUNS, **REPEATS}[name]
-    return on_model(lambda: Run(**run), is_nccl="a save beside" not in name)
+    return on_model(lambda: Run(**RUNS[name]), is_nccl="a save beside" not in name)
 
 
-@pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in REPEATS)])
+@pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_ordered(ranks2: Ranks, name: str) -> None:
     for rank, found in enumerate(ranks2.run(races_of, name)):
         assert not found, "\n".join([f"rank {rank}", *(race.text for race in found)])
-
-
-def test_reduce_scatters_of_one_rank_are_ordered(ranks1: Ranks) -> None:
-    assert ranks1.run(races_of, "reduce-scatters on two streams") == [[]]
 
 
 # ---------------------------------------------------------------------- races that are put back

@@ -17,9 +17,6 @@ from zero_optim import ZeroRedundancyOptimizer
 
 WAYS: dict[str, dict[str, Any]] = {
     "views": {},
-    "packed": {"parameters_as_bucket_view": False},
-    "masters": {"master_dtype": torch.float32},
-    "averages": {"ema_decay": 0.9},
     "masters and averages, packed": {
         "master_dtype": torch.float32,
         "ema_decay": 0.9,

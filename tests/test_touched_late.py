@@ -6,14 +6,12 @@ import sys
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pool import on_ranks
 from process_memory import forget_peak, peak_nbytes, resident_nbytes
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import FullyShardedDataParallel, unsharded
-from zero_optim.plan.layout import Extent, Layout, Row
-from zero_optim.shard.places import zero_padding
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of resident memory in /proc")
 
@@ -50,16 +48,6 @@ def test_moving_parameters_into_a_bucket_takes_memory_for_one_of_them() -> None:
     check_grown(before)
     assert len(optimizer.pieces()) == NUM_LAYERS
     assert all(bool((param == 1).all()) for param in model.parameters())
-
-
-@on_ranks(2)
-def test_the_row_of_a_unit_grows_as_its_parameters_are_released() -> None:
-    model = made()
-    before = begin()
-    wrapped = FullyShardedDataParallel(model, units=[])
-    check_grown(before)
-    (unit,) = wrapped.units.units
-    assert sum(bucket.row.nbytes for bucket in unit.buckets) >= NUM_LAYERS * LAYER_NBYTES // 2
 
 
 class Table(nn.Module):
@@ -104,20 +92,3 @@ def test_a_view_that_somebody_keeps_of_a_parameter_keeps_its_values_when_the_mod
     FullyShardedDataParallel(model, optimizer, units=[])
     for have, want in zip(kept, wanted, strict=True):
         assert (have == want).all()
-
-
-def padded(start: int, stop: int) -> list[float]:
-    first = Row(0, 0, 6, (Extent(0, 0, 3, 0), Extent(1, 0, 2, 4)))
-    layout = Layout((3, 2, 2), (first, Row(2, 6, 10, (Extent(2, 0, 2, 7),))))
-    flat: Tensor = torch.full((stop - start,), 5.0)
-    zero_padding(flat, layout, start)
-    return flat.tolist()
-
-
-def test_what_belongs_to_no_parameter_is_zero() -> None:
-    whole = [5, 5, 5, 0, 5, 5, 0, 5, 5, 0]
-    assert padded(0, 10) == whole
-    assert padded(0, 6) == whole[:6]
-    assert padded(6, 10) == whole[6:]
-    assert padded(0, 12) == [*whole, 0, 0]  # rooms behind the rows
-    assert padded(6, 6) == []  # a rank that owns nothing

@@ -15,7 +15,7 @@ from fully import assert_equal_everywhere
 from pool import Ranks, on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.backends import TRANSPORTS
-from zero_optim.ddp import FullyShardedDataParallel, unsharded
+from zero_optim.ddp import FullyShardedDataParallel
 from zero_optim.errors import RankMismatchError, RemoteRankError
 
 CPU = torch.device("cpu")
@@ -80,19 +80,6 @@ def test_a_rate_that_differs_is_named_on_all_in_the_next_forward_pass() -> None:
 
 
 @on_ranks(2)
-def test_parameters_made_whole_to_be_read_tell_it_too() -> None:
-    model, optimizer = make()
-    optimizer.param_groups[0]["lr"] = 0.25 * (1 + dist.get_rank())
-    iterate(model, optimizer)
-    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.25; rank 1 has 0.5"), unsharded(model):
-        pass
-    assert model.units.nbytes_live() == 0
-    with unsharded(model):
-        pass
-    iterate(model, optimizer)
-
-
-@on_ranks(2)
 @pytest.mark.parametrize(
     ("before", "steps", "told"),
     [
@@ -114,22 +101,6 @@ def test_a_step_left_out_or_taken_twice_is_named_on_all_in_the_next_forward_pass
     iterate(model, optimizer, steps=1 if dist.get_rank() == 1 else steps)
     forward(model)
     assert_equal_everywhere(model)
-
-
-@on_ranks(2)
-def test_an_iteration_has_no_collective_for_it_and_a_gather_through_memory_is_one_call() -> None:
-    model, optimizer = make()
-    iterate(model, optimizer)
-    optimizer.metrics()
-    lane = model.units.gathers.lanes.groups[0]
-    memory = lane.one_host(CPU)
-    before = 0 if memory is None else memory.num_started
-    iterate(model, optimizer)
-    metrics, rows, stamps = optimizer.metrics(), 10, 12  # of six gathers
-    has_pairs = optimizer.ranks.transport(CPU).waits_on_host  # else stamps are in the rows
-    assert metrics["collectives/agree"] == 0
-    assert metrics["collectives/gather"] == rows + stamps * has_pairs
-    assert memory is None or memory.num_started - before == 6
 
 
 def in_rows() -> AbstractContextManager[object]:

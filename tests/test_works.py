@@ -3,69 +3,27 @@
 import gc
 import weakref
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.futures import Future
 
-from pool import Ranks, on_ranks
-from stalling import begun_works, linear
+from pool import on_ranks
+from stalling import linear
 from waiting import wait_until
 from worlds import enter, leave
 from zero_optim import StalledError, ZeroRedundancyOptimizer, share_host_memory
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import host_lanes_beside
-from zero_optim.comm.records import OVERLAPPED_STEP, Activity, Verdict
+from zero_optim.comm.records import OVERLAPPED_STEP, Verdict
 from zero_optim.comm.works import Work
-from zero_optim.compat.engine import default_store
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.ddp.reducer.gradient_bucket import GradBucket
 from zero_optim.health.diagnosis import Status, judge
-from zero_optim.health.peers import Presence
-
-
-def trained() -> tuple[nn.Module, ZeroRedundancyOptimizer]:
-    model = linear()
-    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), torch.optim.Adam, bucket_cap_mb=1e-4)
-    wrapped = DistributedDataParallel(model)
-    wrapped(torch.ones(2, 4)).sum().backward()
-    optimizer.clip_grad_norm_(1.0)
-    optimizer.step()
-    optimizer.consolidate_state_dict()
-    return model, optimizer
-
-
-def record_works() -> list[str]:
-    """Check what is kept of a run, and return the names of its works."""
-    with begun_works() as works:
-        _kept = trained()
-    assert {work.phase.name for work in works} >= {"agree", "reduce", "clip", "gather", "state"}
-    texts = {work.text for work in works if work.phase.name in ("gather", "reduce")}
-    assert "the gather of bucket 0 (0.weight)" in texts, texts
-    assert any(text.startswith("the reduction of bucket 0 (") for text in texts), texts
-    group = RankGroup.of(None).works
-    assert not group.log.waits()
-    assert not any(each.pending for each in group.log.groups.values())
-    activity = group.log.activity
-    assert not activity.open
-    assert activity.last is not None
-    assert (activity.last.name, activity.last.is_over) == ("consolidate_state_dict()", True)
-    calls = ["clip_grad_norm_()", "step()", "consolidate_state_dict()", "forward pass", "backward pass"]
-    built = ["ZeroRedundancyOptimizer()", "DistributedDataParallel()"]
-    assert activity.counts == dict.fromkeys(calls + built, 1)
-    # The state is sent from rank to rank, so what begins behind it differs.
-    return [each.text for each in works if each.group is group][:12]
-
-
-def test_calls_and_passes_are_counted_and_works_named_alike_on_every_rank(ranks2: Ranks) -> None:
-    first, second = ranks2.run(record_works)
-    assert first == second
-    assert len(first) == 12
 
 
 @on_ranks(2)
@@ -85,40 +43,6 @@ def test_nothing_keeps_a_tensor_of_a_work_that_has_ended() -> None:
 
 
 @on_ranks(2)
-def test_a_work_tells_whether_it_is_over_to_whoever_does_not_wait() -> None:
-    """A work is asked for its state, and never waited for."""
-    group, store = RankGroup.of(None), default_store()
-    (work,) = group.broadcast_rows([(1, torch.ones(4))]) if dist.get_rank() == 0 else [None]
-    assert isinstance(work, Work | None)
-    if work is None:
-        wait_until(lambda: store.check(["asked"]))
-        (work,) = group.broadcast_rows([(1, torch.ones(4))])
-        assert isinstance(work, Work)
-    else:
-        assert (work.is_completed(), work.exception()) == (False, None)
-        store.set("asked", "")
-    wait_until(work.is_completed)
-    assert work.exception() is None
-
-
-@on_ranks(2, forked=True)
-def test_a_work_gives_what_it_failed_with_and_the_reason_if_that_is_known() -> None:
-    group = RankGroup.of(dist.new_group())
-    (work,) = group.broadcast_rows([(1, torch.ones(4))]) if dist.get_rank() == 0 else [None]
-    if work is None:
-        group.works.cut()
-        return
-    assert isinstance(work, Work)
-    wait_until(work.is_completed)
-    failure = work.exception()
-    assert isinstance(failure, RuntimeError)
-    assert failure.__traceback__ is None
-    assert work in group.works.pending
-    group.works.log.give_up(group.works.ranks, Verdict("rank 1 is away", (1,)))
-    assert str(work.exception()) == "rank 1 is away"
-
-
-@on_ranks(2)
 def test_works_that_ended_well_are_not_kept_for_ever() -> None:
     """Their tensors were kept as long as the group, where nobody waited, as for a model that was dropped."""
     group = RankGroup.of(None)
@@ -128,17 +52,6 @@ def test_works_that_ended_well_are_not_kept_for_ever() -> None:
         wait_until(work.is_completed)
         assert len(group.works.pending) <= 4
     assert work in group.works.pending
-
-
-@on_ranks(1)
-def test_a_work_that_is_a_future_tells_its_state_likewise() -> None:
-    group = RankGroup.of(None)
-    future: Future[Any] = Future()
-    work = group.begin_work().take(future)
-    assert (work.is_completed(), work.exception()) == (False, None)
-    future.set_exception(ValueError("not a sum"))  # type: ignore[arg-type]
-    assert work.is_completed()
-    assert "not a sum" in str(work.exception())
 
 
 @on_ranks(2)
@@ -181,27 +94,6 @@ def test_who_lets_go_after_a_failure_is_waited_for_by_nobody_and_keeps_no_group(
         assert [group() for group in seen] == [None] * len(seen)
     finally:
         gc.enable()
-
-
-@on_ranks(2)
-def test_who_detaches_a_wrapper_alone_after_a_failure_is_waited_for_by_nobody(tmp_path: Path) -> None:
-    """Rank 0 leaves after a failure; it keeps what was raised, and so the groups. Rank 1 waits for it."""
-    rank = leave()
-    enter(tmp_path, "the group", rank, 2)
-    model = DistributedDataParallel(linear())
-    beside = RankGroup.of(dist.new_group())  # of the same ranks
-    if rank == 0:
-        wait_until((tmp_path / "connected").exists)
-        RankGroup.of(None).works.has_failed = True
-        model.detach()
-        wait_until((tmp_path / "raised").exists)
-    else:
-        (tmp_path / "connected").touch()
-        with pytest.raises(RuntimeError):
-            beside.broadcast_rows([(0, torch.ones(4))])[0].wait()
-        (tmp_path / "raised").touch()
-        model.detach()
-    dist.destroy_process_group()
 
 
 def fail_in_a_future(future: Future[Any]) -> Tensor:
@@ -251,9 +143,6 @@ def test_a_profiler_sees_the_works_by_name() -> None:
     assert {"zero_optim.reduce bucket 0", "zero_optim.reduce bucket 0 wait"} <= names
 
 
-# ---------------------------------------------------------------------- verdicts
-
-
 def status(*waits: str, inside: tuple[str, int] | None = None, last: str = "", **counts: int) -> Status:
     return Status(waits, () if inside is None else (inside,), counts, last)
 
@@ -261,10 +150,6 @@ def status(*waits: str, inside: tuple[str, int] | None = None, last: str = "", *
 STEPPED = {"step()": 8}
 IN_STEP = status("an agreement", inside=("step()", 8))
 AGREES = status("an agreement")
-WAITS = status("the gather of bucket 3 (a.weight, …)", inside=("step()", 8))
-AWAY = Status((), (), {"step()": 7}, "backward pass 812 ended 34 s ago")
-STEPPING = status("the gather of bucket 0 (a)", **{"step()": 3, "backward pass": 3})
-BEHIND = status("the reduction of bucket 0 (a)", **{"step()": 2, "backward pass": 4})
 BUSY = Status(
     ("the reduction of bucket 0 (a)",),
     (("backward pass", 3), (OVERLAPPED_STEP, 9)),
@@ -275,51 +160,12 @@ BUSY = Status(
 @pytest.mark.parametrize(
     ("seen", "missing", "said"),
     [
-        ((IN_STEP, Presence.ENDED), (1,), "rank 1 has ended"),
-        ((IN_STEP, Presence.LEFT), (1,), "rank 1 has let go of its optimizers, or has exited"),
-        ((IN_STEP, Presence.SILENT), (1,), "rank 1 does not answer: its process is stopped"),
-        ((IN_STEP, Presence.ABSENT), (1,), "rank 1 has built no optimizer"),
-        ((IN_STEP, Presence.UNKNOWN), (1,), "rank 1 could not be asked"),
         (
             (IN_STEP, status(inside=("step()", 8), **STEPPED)),
             (1,),
             "rank 1 is in step() and waits for nothing",
         ),
-        ((IN_STEP, status(**STEPPED)), (1,), "rank 1 has left step()"),
-        (
-            (AGREES, status(inside=("step()", 8), **STEPPED)),
-            (1,),
-            "rank 1 is in step() and waits for nothing",
-        ),
-        ((AGREES, status(**STEPPED)), (1,), "rank 1 waits for nothing"),
-        (
-            (WAITS, AWAY, WAITS, WAITS),
-            (1,),
-            (
-                "stalled for 1 s: rank 1 has not called step() (last seen: backward pass 812 ended "
-                "34 s ago); "
-                "ranks 0, 2, 3 wait in the gather of bucket 3 (a.weight, …). "
-            ),
-        ),
-        (
-            (AGREES, Presence.ENDED, status(), Presence.SILENT),  # nobody else is blamed
-            (1,),
-            "stalled for 1 s: rank 1 has ended: nothing listens at its address any more; rank 0 waits",
-        ),
-        (
-            (AGREES, status("the gather of bucket 0 (a)")),
-            (),
-            "not for the same; rank 0 waits in an agreement; rank 1 waits in the gather of bucket 0",
-        ),
         ((AGREES, AGREES), (), "every rank waits, all for the same; ranks 0, 1 wait in an agreement"),
-        (
-            (STEPPING, STEPPING, BEHIND),
-            (),
-            (
-                "; times of backward pass: 3 on ranks 0, 1 and 4 on rank 2; "
-                "times of step(): 3 on ranks 0, 1 and 2 on rank 2. "
-            ),
-        ),
         # One of its threads waits for another one, which steps.
         (
             (status("an agreement", inside=("backward pass", 3)), BUSY),
@@ -334,15 +180,3 @@ def test_a_verdict_tells_who_is_missing_and_what_the_others_wait_for(
     told = judge(dict(enumerate(seen)), 0, 1.0)
     assert said in told.message
     assert told.missing == missing
-
-
-def test_a_wait_that_failed_early_is_told_without_seconds() -> None:
-    assert judge({0: AGREES, 1: Presence.ENDED}, 0, None).message.startswith("stalled: rank 1 has ended")
-
-
-def test_what_a_process_says_of_itself_survives_the_way_through_json() -> None:
-    activity = Activity()
-    activity.begin("step()")
-    told = Status.of((), [], activity, Verdict("why", (1,)), is_deciding=True)
-    assert Status(**asdict(told)) == told
-    assert told.last == "step() 1 began 0 s ago"

@@ -36,10 +36,11 @@ from zero_optim.errors import RankMismatchError
 from zero_optim.flow.schedule import Moment, Operation
 from zero_optim.health.unit_stamps import Purpose
 from zero_optim.shard.bucket import Bucket
-from zero_optim.shard.engine import Engine, Task
+from zero_optim.shard.engine import Engine
 from zero_optim.shard.gathers import UnitGathers
 from zero_optim.shard.module_calls import Call, ModuleCalls
 from zero_optim.shard.row_bucket import RowBucket, Uncopied, WideBucket
+from zero_optim.shard.task import Task
 
 if TYPE_CHECKING:
     from zero_optim.ddp.full.construction import Arguments
@@ -107,6 +108,10 @@ class UnitsInUse(ModuleCalls, Uncopied):
     def use(self, group: RankGroup, engine: Engine, gathers: UnitGathers, places: LaunchPlaces) -> None:
         """Gather for this optimizer from now on; its ranks are the same as before."""
         self.group, self._engine, self.gathers, self._places = group, engine, gathers, places
+
+    def keep_alive(self, wrapper: "FullyShardedDataParallel") -> None:
+        """Hold the wrapper of a model that is sharded in place, which nobody else holds."""
+        self.keepalive = wrapper
 
     @property
     def buckets(self) -> list[RowBucket]:

@@ -28,7 +28,6 @@ from zero_optim.compat import private, streams
 from zero_optim.ddp.owners.owner_rows import OwnerRows
 from zero_optim.ddp.owners.owners import Owners
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
-from zero_optim.flow.schedule import ZERO2
 from zero_optim.plan.layout import Extent, Row, rows_apart, spans_of
 from zero_optim.plan.plan import ACCELERATOR_ALIGNMENT_NBYTES, ALIGNMENT_NBYTES
 from zero_optim.plan.strides import dense_strides, in_order_of_memory
@@ -49,8 +48,6 @@ class _Filling:
 
 class OwnerBucket(ReducerBucket):
     """Gradients that go to their owners together, in portions. Does not communicate."""
-
-    schedule = ZERO2
 
     def __init__(
         self,

@@ -32,6 +32,7 @@ from zero_optim.ddp.reducer.reduction import Launch
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.strides import kept_dtype
 from zero_optim.step.partial import PartialGradient
+from zero_optim.step.unreduced import reducers_with
 
 
 class OwnerReducer(Reducer):
@@ -60,11 +61,13 @@ class OwnerReducer(Reducer):
             optimizer.core.check_sparse(param for name, param in params if name in sparse)
         if mesh is not None:
             agree_between_replicas(everyone, optimizer.core.describe())
+        optimizer.core.engine.reduce_to_owners()
         self._optimizer = optimizer
         self._outermost = outermost
         self._to_hold: Callable[[], bool] | None = None
         self._check: ReplicaCheck | None = None
         self._local_number = -1  # of the last backward pass that was not reduced
+        self._is_replaced = False
         lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
         self._has_lanes = lanes.groups[0] is not optimizer.ranks
         super().__init__(
@@ -81,12 +84,37 @@ class OwnerReducer(Reducer):
         self._route = replace(optimizer.ranks, phase=phase), lanes, across
         if mesh is not None:
             self._check = ReplicaCheck(replace(mesh.across, phase=self.group.phase), optimizer)
+        for other in reducers_with(set(self.params)):
+            if isinstance(other, OwnerReducer) and other is not self:
+                other.retire()
         self._inbox.announce(weakly(self._coming))
         self.expect(True)  # modules may be called by themselves, before the first forward pass of the whole
 
     def follow(self, came: Callable[[int], None], holds: Callable[[], bool]) -> None:
         """Call `came` with a parameter's place after each gradient; if `holds()`, full buckets are held."""
         self._inbox.follower, self._to_hold = came, holds
+
+    def retire(self) -> None:
+        """Leave the gradients to another one: two would take them from each other."""
+        self._is_replaced = True
+        self.close()
+
+    def begin_forward(self) -> None:
+        """See `Reducer.begin_forward`."""
+        self._check_current()
+        super().begin_forward()
+
+    def end_forward(self, output: object, *, syncs: bool) -> None:
+        """See `Reducer.end_forward`."""
+        self._check_current()
+        super().end_forward(output, syncs=syncs)
+
+    def _check_current(self) -> None:
+        if self._is_replaced:
+            raise RuntimeError(
+                "the module, or a part of it, has been wrapped anew, and its gradients are reduced by the "
+                "wrapper that was made last: call that one, and drop this one"
+            )
 
     def rebuild(self) -> bool:
         """Do nothing: buckets are those of the optimizer."""
@@ -124,6 +152,9 @@ class OwnerReducer(Reducer):
             )
             for number, indices in enumerate(index_lists)
         ]
+        engine = optimizer.core.engine
+        for bucket in buckets:  # each has the parameters of one of the optimizer's
+            bucket.run_by(engine.buckets_of(bucket.params)[0].schedule)
         return BucketAssignment.of(self.names, buckets)
 
     def _reduced_dtype(self, param: Tensor) -> torch.dtype:

@@ -14,6 +14,8 @@ from zero_optim.step.unreduced import NOT_REDUCED, FrozenParams
 
 Accumulate = Literal["owner", "local"]
 
+_REDUCES_EACH = 'no_sync(), under which accumulate="owner" reduces every pass, and "local" none'
+
 
 class OwnerWrapper:
     """A part of `ShardedDataParallel` and `FullyShardedDataParallel`."""
@@ -44,6 +46,9 @@ class OwnerWrapper:
 
         With "local" gradients are added up on each rank, and the next pass outside reduces the sums.
         """
+        if self._accumulate == "owner":  # ranks that wait for each other tell how often each was here
+            with self._everyone.doing(_REDUCES_EACH):
+                pass
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = before and self._accumulate == "owner"
         try:

@@ -21,7 +21,8 @@ from zero_optim.ddp.reducer.stream_order import StreamOrder
 from zero_optim.errors import ReductionError
 from zero_optim.flow.schedule import Moment
 from zero_optim.plan.groups import names_text
-from zero_optim.shard.engine import Engine, Task
+from zero_optim.shard.engine import Engine
+from zero_optim.shard.task import Task
 
 if TYPE_CHECKING:
     from zero_optim.comm.pending import Pending

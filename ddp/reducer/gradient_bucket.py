@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.compat import private, streams
-from zero_optim.flow.schedule import ZERO1
+from zero_optim.flow.schedule import ZERO1, Schedule
 from zero_optim.plan.strides import consecutive_views
 
 # Small gradients are copied in batches of about this many bytes: few calls, and each while it still lies in
@@ -23,7 +23,7 @@ _grad_of = attrgetter("grad")  # of many, faster than in a comprehension
 class ReducerBucket:
     """Gradients in one flat tensor, whole on every rank; a sparse one is alone, and is that tensor."""
 
-    schedule = ZERO1
+    schedule: Schedule = ZERO1
     is_shadow = False  # it takes part, without gradients of this rank, in a pass of the others
 
     def __init__(
@@ -111,6 +111,10 @@ class ReducerBucket:
         """Keep gradients of other streams until the current stream has read them."""
         grads = [self.params[slot].grad for slot in slots]
         streams.record_use(*[grad for grad in grads if grad is not None])
+
+    def run_by(self, recipe: Schedule) -> None:
+        """Take the row of the table by which the engine runs this bucket."""
+        self.schedule = recipe
 
     def free(self) -> None:
         """Let go of rows to send; this bucket has none."""

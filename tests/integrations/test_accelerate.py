@@ -9,7 +9,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, ProjectConfiguration
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -20,7 +20,6 @@ from frameworks import (
     Weights,
     assert_as_ddp,
     assert_resumes,
-    assert_same,
     averages_in,
     fresh,
     samples,
@@ -111,12 +110,6 @@ def test_each_stage_trains_with_the_bits_of_ddp(stage: int, name: str) -> None:
     assert_as_ddp(Run(stage, **RUNS[name]))
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_owners_add_up_what_accelerate_accumulates(stage: int) -> None:
-    assert_as_ddp(Run(stage, accumulates=2), to_the_bit=False)
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_saved_state_resumes_on_any_number_of_ranks(
@@ -137,38 +130,6 @@ def test_accelerates_own_class_at_stage_1_saves_what_was_consolidated(
     pool: Pool, tmp_path: Path, size: int
 ) -> None:
     assert_resumes(pool, tmp_path, Run(1, is_own=True), size)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_every_node_can_save_for_itself(tmp_path: Path, stage: int) -> None:
-    """Both ranks are of one node here, whose first writes."""
-
-    def options() -> dict[str, Any]:
-        return {"project_config": ProjectConfiguration(save_on_each_node=True)}
-
-    Run(stage, saves=tmp_path / "x", options=options).weights()
-    expected = Run(stage, epochs=2).weights()
-    got = Run(stage, resumes=tmp_path / "x", options=options).weights()
-    assert_same({**got, "told": got["told"]}, {**expected, "told": expected["told"][-len(got["told"]) :]})
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"comm_hook": DDPCommunicationHookType.FP16}, "takes no comm hook"),
-        ({"bucket_cap_mb": 1}, "bucket_cap_mb"),
-    ],
-)
-def test_options_of_ddp_without_a_meaning_are_refused(options: dict[str, Any], message: str) -> None:
-    with fresh():
-        model = Net()
-        handlers = [DistributedDataParallelKwargs(**options)]
-        accelerator = Accelerator(cpu=True, zero_stage=2, kwargs_handlers=handlers)
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.05)
-        with pytest.raises((RuntimeError, TypeError), match=message):
-            accelerator.prepare(model, optimizer)
 
 
 @on_ranks(2)

@@ -16,13 +16,6 @@ from zero_optim.probe.probe import probe
 WRITING = ("heavyball.AdamW", "heavyball.MSAMLaProp", "heavyball.SUDSAdamW", "timm.optim.Adafactor")
 # By default they join parameters of one shape, with other bits than apart.
 BY_PARAMETER = ("heavyball.SOAP", "heavyball.SOLP")
-ALSO_WRITING = tuple(
-    f"heavyball.{name}"
-    for name in (
-        *("ADOPT", "AdEMAMix", "AdamC", "HyperBallAdamW", "LaProp", "LaPropOrtho", "NAdam", "OrthoLaProp"),
-        *("RMSprop", "SGD", "SignLaProp", "UnscaledAdamW"),
-    )
-)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -33,11 +26,8 @@ def test_every_class_is_equal_or_refused_as_the_page_says(pool: Pool, package: s
     assert page_of(package, results) == documented(package)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in (*ALSO_WRITING, *BY_PARAMETER)]
-
-
 @on_ranks(3, timeout=500)
-@pytest.mark.parametrize("name", [*WRITING, *SLOW])
+@pytest.mark.parametrize("name", [*WRITING, *BY_PARAMETER])
 def test_classes_that_write_down_what_they_have_train_for_long(name: str, tmp_path: Path) -> None:
     """Clipped, with parameters frozen for a while; on two ranks, then on three, and on each alone."""
     torch.compiler.set_stance("force_eager")

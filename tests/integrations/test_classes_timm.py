@@ -77,14 +77,3 @@ def test_the_factory_and_the_scaler_of_timm_train_at_stage_1_with_equal_bits(opt
 @pytest.mark.parametrize("stage", [2, 3])
 def test_stages_2_and_3_train_with_its_scaler(stage: int, clips: bool) -> None:
     assert_same(trained(stage, "adamw", clips), trained(0, "adamw", clips), to_the_bit=False)
-
-
-@on_ranks(2)
-def test_clipping_of_the_scaler_is_refused_where_gradients_are_sharded() -> None:
-    _, utils, _ = timm_modules()
-    model = Net()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
-    wrapped = ShardedDataParallel(model, optimizer)
-    loss = wrapped(samples()[0]).square().mean()
-    with pytest.raises(RuntimeError, match=r"all ranks call optimizer\.clip_grad_norm_\(\)"):
-        utils.NativeScaler(device="cpu")(loss, optimizer, clip_grad=0.1, parameters=model.parameters())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -165,18 +165,6 @@ def test_owners_add_up_what_lightning_accumulates(stage: int) -> None:
     assert_as_ddp(Fit(stage, options=OPTIONS["accumulated"]), to_the_bit=False)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_options_of_ddp_reach_the_wrapper(stage: int) -> None:
-    (wrapper,) = Fit(stage, finds_unused=True).run()[1].wrappers
-    options = wrapper._options if stage == 3 else vars(wrapper)
-    assert options["find_unused_parameters"] is True
-    with pytest.raises(TypeError, match="bogus"):
-        Fit(stage).run(bogus=1)
-    with pytest.raises(ValueError, match="without a ddp_comm_hook"):
-        Fit(stage).strategy(ddp_comm_hook=object())
-
-
 # ---------------------------------------------------------------------- checkpoints
 
 
@@ -205,13 +193,6 @@ def test_sharded_checkpoints_resume_on_any_number_of_ranks(
 
 
 @on_ranks(2)
-def test_a_folder_is_loaded_by_a_strategy_that_is_told_so(tmp_path: Path) -> None:
-    Fit(2, sharded=True, saves=tmp_path / "x").run()
-    with pytest.raises(ValueError, match="is a folder: load with ZeroStrategy"):
-        Fit(2, epochs=2, resumes=tmp_path / "x").run()
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_best_checkpoint_is_kept_and_loads(tmp_path: Path, stage: int, sharded: bool) -> None:
@@ -235,17 +216,6 @@ def test_the_best_checkpoint_is_kept_and_loads(tmp_path: Path, stage: int, shard
 
 
 # ---------------------------------------------------------------------- evaluation, refusals
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_module_that_was_trained_can_be_tested(stage: int) -> None:
-    results = []
-    for each in (0, stage):
-        trainer, module = Fit(each).run()
-        with as_torchrun_says():
-            results.append(trainer.test(module, batches(), verbose=False))
-    assert results[1] == results[0]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -286,10 +256,3 @@ def test_a_plain_optimizer_is_refused() -> None:
         Fit(2, module=Plain).run()
     with pytest.raises(ValueError, match="expected a stage of ZeRO, 1, 2 or 3, got 4"):
         ZeroStrategy(4)
-
-
-def test_strategies_have_names() -> None:
-    for stage in (1, 2, 3):
-        strategy = StrategyRegistry.get(f"zero{stage}")
-        assert isinstance(strategy, ZeroStrategy)
-        assert strategy.stage == stage

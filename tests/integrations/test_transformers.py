@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import frameworks
@@ -27,7 +27,7 @@ from frameworks import (
     sums_in_order,
     whole,
 )
-from pool import Pool, RankError, on_ranks
+from pool import Pool, on_ranks
 from zero_optim.integrations.stages import WRAPPERS
 from zero_optim.integrations.transformers import ZeroRedundancyOptimizer, ZeroTrainer
 
@@ -215,60 +215,7 @@ def test_checkpoints_go_from_stage_to_stage_and_to_ddp(
     assert_resumes(pool, tmp_path, of_kind(before), then=of_kind(after))
 
 
-def best_of(run: Run) -> tuple[Weights, list[str]]:
-    assert run.saves is not None
-    weights = run.weights(eval_dataset=Tokens())
-    return weights, sorted(path.name for path in run.saves.glob("checkpoint-*"))
-
-
-BEST = {
-    "save_strategy": "best",
-    "eval_strategy": "steps",
-    "eval_steps": 3,
-    "metric_for_best_model": "loss",
-    "greater_is_better": True,  # so that a later one is loaded over
-    "load_best_model_at_end": True,
-}
-
-
-@pytest.mark.parametrize("kind", ZERO)
-def test_the_best_model_is_saved_and_loaded_at_the_end(pool: Pool, tmp_path: Path, kind: str) -> None:
-    (expected, folders), (got, saved) = (
-        pool.run(2, best_of, of_kind(each, saves=tmp_path / name, options=partial(dict, BEST)))[0]
-        for name, each in (("ddp", REFERENCES[kind]), ("zero", kind))
-    )
-    assert saved == folders
-    assert folders
-    assert_same(got, expected)
-
-
 # ---------------------------------------------------------------------- refusals
-
-
-SHORT = partial(dict, max_steps=2, save_strategy="no")
-
-
-class SavesLater(TrainerCallback):
-    """Asks for a save after the callback that consolidates was called."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_save = state.global_step == 1
-
-
-@on_ranks(2)
-def test_a_save_that_comes_as_a_surprise_works_with_the_mixin(tmp_path: Path) -> None:
-    of_kind("stage 1", saves=tmp_path, options=SHORT).weights(callbacks=[SavesLater()])
-    assert (tmp_path / "checkpoint-1" / "optimizer.pt").exists()
-
-
-def saves_later(run: Run) -> None:
-    run.weights(callbacks=[SavesLater()])
-
-
-def test_a_save_that_comes_as_a_surprise_raises_without_the_mixin(pool: Pool, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="NotConsolidatedError: rank 0 holds only its own part of the state"):
-        pool.run(2, saves_later, of_kind("stage 1 by its optimizer", saves=tmp_path, options=SHORT))
-    assert not list(tmp_path.rglob("optimizer.pt"))
 
 
 class Factory:

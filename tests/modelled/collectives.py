@@ -102,16 +102,10 @@ _SHAPES = {
         lambda given: [] if _is_source(given) else [given["tensor"]],
     ),
     "all_gather": _Shape(_one("tensor"), _all("tensor_list")),
-    "all_gather_into_tensor": _Shape(_one("input_tensor"), _one("output_tensor")),
     "all_to_all": _Shape(_all("input_tensor_list"), _all("output_tensor_list")),
     "all_to_all_single": _Shape(_one("input"), _one("output")),
-    "reduce": _Shape(_one("tensor"), _one("tensor")),
-    "reduce_scatter": _Shape(_all("input_list"), _one("output")),
-    "reduce_scatter_tensor": _Shape(_one("input"), _one("output")),
     "isend": _Shape(_one("tensor"), _nothing),
     "irecv": _Shape(_nothing, _one("tensor")),
-    "send": _Shape(_one("tensor"), _nothing),
-    "recv": _Shape(_nothing, _one("tensor")),
 }
 
 
@@ -124,7 +118,7 @@ def _named(name: str, given: dict[str, Any], tensors: _Tensors) -> str:
     return f"{name}{size}{source}"
 
 
-_ALWAYS_ASYNC, _NEVER_ASYNC = ("isend", "irecv"), ("send", "recv")
+_ALWAYS_ASYNC = "isend", "irecv"
 
 
 class Communicators:
@@ -164,7 +158,7 @@ class Communicators:
             if dist.get_rank(group) < 0:
                 return original(*args, **kwargs)
             read, written = shape.reads(given), shape.writes(given)
-            if name not in (_NEVER_ASYNC if self._is_nccl else (*_ALWAYS_ASYNC, *_NEVER_ASYNC)):
+            if self._is_nccl or name not in _ALWAYS_ASYNC:
                 self._tell(_named(name, given, [*read, *written]), group)
             clock = self._run(name, group, read, written)
             real = self._move(name, original, given, group)
@@ -227,9 +221,9 @@ class Communicators:
             if name == "all_to_all":
                 _exchange(given["output_tensor_list"], given["input_tensor_list"], group)
                 return None
-            if name in (*_ALWAYS_ASYNC, *_NEVER_ASYNC):
-                result = original(**given)
-                return result if name in _ALWAYS_ASYNC else None
+            if name in _ALWAYS_ASYNC:
+                work: dist.Work | None = original(**given)
+                return work
             original(**{**given, "async_op": False})
             return None
 

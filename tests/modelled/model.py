@@ -112,14 +112,6 @@ class StreamsModel:
             self._reported.add(key)
             self.races.append(race)
 
-    @property
-    def num_host_waits(self) -> int:
-        """How often the CPU has waited for a stream."""
-        return len(self._accesses.host_waits)
-
-    def host_waits(self) -> list[str]:
-        return [str(stack) for stack in self._accesses.host_waits]
-
     def kind_of(self, tensor: Tensor) -> str:
         """Tell where a tensor is: "device", "host" or "pinned"; empty for one without elements."""
         block = self._accesses.block_of(tensor)
@@ -128,7 +120,7 @@ class StreamsModel:
     def mixed(self) -> list[str]:
         """List operators on tensors of the device and of the host, which an accelerator would refuse.
 
-        Only for programs whose inputs were made on the device (`on_device`, or ``device=``).
+        Only for programs whose inputs were made with ``device=``.
         """
         return [f"{name} from\n{stack}" for name, stack in self._accesses.mixed]
 
@@ -142,17 +134,8 @@ class StreamsModel:
     def using(self, stream: Stream) -> AbstractContextManager[None]:
         return self.clocks.using(stream)
 
-    def future(self) -> Future:
-        return Future(self._accesses)
-
     def record_use(self, tensor: Tensor) -> None:
         record_use(self._accesses, tensor)
-
-    def on_device(self, tensor: Tensor) -> Tensor:
-        """Take a tensor for one on the device, as `Tensor.to` does; the current stream writes it."""
-        self._accesses.make(tensor, "device")
-        self._accesses.on(self.clocks.current, "the copy to the device", [], [tensor])
-        return tensor
 
     def resizing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
         return self._accesses.resizing(resize)

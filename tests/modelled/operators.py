@@ -69,7 +69,6 @@ class Accesses:
     def __init__(self, clocks: Clocks, memory: Memory) -> None:
         self.clocks = clocks
         self.memory = memory
-        self.host_waits: list[Stack] = []  # where the CPU waited for a stream
         self.mixed: list[tuple[str, Stack]] = []  # operators on tensors of the device and of the host
         self.stash: dict[object, Sequence[Tensor]] = {}  # of collectives that nobody has waited for
 
@@ -173,7 +172,6 @@ class Accesses:
 
     def wait_on_host(self) -> None:
         """Let the CPU wait for the current stream."""
-        self.host_waits.append(Stack.here())
         self.clocks.host.see(self.clocks.current.clock)
 
     def is_of_device(self, tensor: Tensor) -> bool:

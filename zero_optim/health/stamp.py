@@ -90,7 +90,7 @@ class Arrival:
         """Whether the CPU would not wait."""
         return self._copy is None or self._copy.is_here
 
-    def compare(self, read: Read) -> bool:
+    def read_uniform(self, read: Read) -> bool:
         """Wait with ``read``; return whether each rank sent the same as this one."""
         if self._copy is not None:
             self._octets, self._copy = tensor_to_bytes(read(self._copy)), None
@@ -98,7 +98,7 @@ class Arrival:
 
     def read_stamps(self, read: Read) -> dict[int, Stamp]:
         """Return each rank's stamp; ``read`` waits."""
-        if self.compare(read):  # as nearly always
+        if self.read_uniform(read):  # as nearly always
             return dict.fromkeys(self._ranks, Stamp.read(self.mine))
         octets, length = self._octets, len(self.mine)
         each = (octets[start : start + length] for start in range(0, len(octets), length))
@@ -113,9 +113,9 @@ class Arrivals(list[Arrival]):
         """Whether the CPU would not wait."""
         return all(arrival.is_here for arrival in self)
 
-    def compare(self, read: Read) -> bool:
+    def read_uniform(self, read: Read) -> bool:
         """Wait with ``read``; return whether each rank sent the same as this one in each gather."""
-        return all(arrival.compare(read) for arrival in self)
+        return all(arrival.read_uniform(read) for arrival in self)
 
     def read_stamps(self, read: Read) -> dict[int, Stamp]:
         """Return each rank's last stamp, or one with a failure; ``read`` waits."""

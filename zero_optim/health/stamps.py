@@ -95,9 +95,9 @@ class _Step:
             self._octets = stamp.packed()
         return self._octets
 
-    def compare(self, read: Read) -> bool:
+    def read_uniform(self, read: Read) -> bool:
         """Wait with ``read``; return whether nothing failed here, and all stamps are this rank's."""
-        return self.failure is None and self.arrivals.compare(read)
+        return self.failure is None and self.arrivals.read_uniform(read)
 
     def fail(self, failure: BaseException) -> None:
         if self.failure is None:
@@ -162,7 +162,7 @@ class Stamps:
         """Raise RemoteRankError, once, if only other ranks failed in the last call, by stamps that came."""
         for step in self._unread:
             is_known = step.is_raised or step.failure is not None
-            if is_known or not step.arrivals.are_here or step.compare(HostCopy.read):
+            if is_known or not step.arrivals.are_here or step.read_uniform(HostCopy.read):
                 continue
             error = find_error(step.arrivals.read_stamps(HostCopy.read), group.numbers, step.name)
             if isinstance(error, RemoteRankError):
@@ -176,7 +176,7 @@ class Stamps:
         """
         while len(self._unread) > (not with_last):
             step = self._unread.pop(0)
-            if step.compare(group.read):  # as nearly always
+            if step.read_uniform(group.read):  # as nearly always
                 continue
             stamps = step.arrivals.read_stamps(group.read)
             asks = with_last and step is self._step and len({each.number for each in stamps.values()}) == 1

@@ -89,7 +89,7 @@ class UnitStamps:
         """Compare marks, unless the CPU would wait; RankMismatchError if ranks gather different units."""
         while self._marked and (self._marked[0].is_here or len(self._marked) > _MOST_LATE):
             arrival = self._marked.popleft()
-            if arrival.compare(self._group.read):
+            if arrival.read_uniform(self._group.read):
                 continue
             stamps = arrival.read_stamps(self._group.read) | {self._group.rank: Stamp.read(arrival.mine)}
             numbers = self._group.numbers

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from zero_optim.comm.agreement import SharedCall, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.flow.schedule import OVERLAP, Moment
-from zero_optim.iteration.joins import Joins, ShadowHook
+from zero_optim.iteration.joins import STEP_OF_JOIN, Joins, ShadowHook
 from zero_optim.iteration.overlap import Overlap
 from zero_optim.iteration.tasks import StepTask
 from zero_optim.state import rebinding
@@ -256,7 +256,8 @@ class Iteration:
             if self.has_begun:  # by the comm hook: joined ranks run it too
                 self.overlap().finish("", joined=True)
                 return
-            statuses = exchange(group, Status.JOINED)
+            with group.doing(STEP_OF_JOIN):
+                statuses = exchange(group, Status.JOINED)
             while ranks_that(statuses, Status.CLIPS):
                 arguments = self.joins.lend(group.during("clip"), statuses)
                 params, pieces, _ = self.joins.lendable()

@@ -1,8 +1,9 @@
 """An optimizer inside ``Join``, with ranks that ran out of inputs."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,10 @@ NO_JOIN = (
 )
 
 
+# As a stall names it.
+STEP_OF_JOIN = "step inside Join, which each forward pass has, so that none can be under no_sync()"
+
+
 class ShadowHook(JoinHook):
     """Calls ``shadow`` for each step of the active ranks, which must step once an iteration."""
 
@@ -32,17 +37,34 @@ class ShadowHook(JoinHook):
         self._shadow()
 
 
+def refuse_no_sync(params: Collection[Tensor]) -> None:
+    """Raise RuntimeError if an optimizer with any of the parameters is inside a ``Join``."""
+    for joins in list(_JOINS):
+        if joins.under_way and any(param in params for param in joins.params):
+            raise RuntimeError(
+                "inside Join with a sharded optimizer a forward pass cannot be under no_sync(): ranks that "
+                "ran out of inputs step once for each forward pass of the others. Leave no_sync() out, or "
+                "give every rank as many batches and leave Join out"
+            )
+
+
 class Joins(Joinable):
     """The optimizer's side of ``Join``."""
 
     def __init__(self, core: Core) -> None:
         super().__init__()
+        _JOINS.add(self)
         self._core = core
         self._is_announced = False  # Join knows that this rank is active in this iteration
 
     def let_go(self) -> None:
         """Begin anew: PyTorch leaves the configuration as the last Join set it."""
         Joins.__init__(self, self._core)
+
+    @property
+    def params(self) -> Sequence[Tensor]:
+        """The optimizer's parameters."""
+        return self._core.params
 
     @property
     def under_way(self) -> bool:
@@ -120,3 +142,6 @@ class Joins(Joinable):
                         param.grad.zero_()  # perhaps a view of DDP's; it was zero, or the loop drops it
                     else:
                         param.grad = None
+
+
+_JOINS: WeakSet[Joins] = WeakSet()

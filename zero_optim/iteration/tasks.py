@@ -11,8 +11,9 @@ from zero_optim.comm.pending import Pending
 from zero_optim.comm.records import OVERLAPPED_STEP
 from zero_optim.flow.schedule import Moment, Operation
 from zero_optim.shard.bucket import Bucket
-from zero_optim.shard.engine import Gathering, Task
+from zero_optim.shard.engine import Gathering
 from zero_optim.shard.gathers import start_gather
+from zero_optim.shard.task import Task
 from zero_optim.state.core import Core
 
 T = TypeVar("T")
@@ -53,7 +54,7 @@ class StepTask(Gathering, Generic[T]):
         engine.begin_call(core.groups, call)
         tells = any(Operation.GATHER in bucket.schedule[Moment.STEP] for bucket in self._changed)
         core.group.works.note_failure("" if tells else call.failure_text)
-        self._send = None if engine.stamps is None else engine.stamps.send
+        self._stamps = engine.stamps
 
     def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
         """Leave out buckets that never trained; one must start to train on all ranks."""

@@ -20,7 +20,7 @@ Note [Failures in a step]
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,49 +34,16 @@ from zero_optim.compat.engine import eager
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.errors import RemoteRankError
 from zero_optim.flow.flow import Flow
-from zero_optim.flow.schedule import ZERO1, Moment, Operation, Schedule
-from zero_optim.health.stamp import Send
+from zero_optim.flow.schedule import ZERO1, Moment, Operation, Placement, Schedule
 from zero_optim.health.stamps import Call, Stamps
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.shard.bucket import Bucket, copy_out
 from zero_optim.shard.gathers import gains_by_lanes, may_use_lanes, start_gather
 from zero_optim.shard.row_bucket import RowBucket
+from zero_optim.shard.task import Task
 
 # The flat tensors of the gathers that a call waits for take at most the memory of this many largest buckets.
 NUM_FLAT_TENSORS = 4
-
-
-class Task:
-    """What one call of `Engine.on` is about: what each operation does that a row may have there."""
-
-    failure: BaseException | None = None  # of this rank; raised when the others have heard of it
-    awaited: Flow | None = None  # gathers that this call itself waits for
-    span: AbstractContextManager[object] = nullcontext()  # measures gathers and waits
-
-    def reduce(self, bucket: Any) -> None:  # noqa: ANN401 - a bucket of gradients
-        """Start the reduction of a bucket of gradients."""
-        raise NotImplementedError
-
-    def step(self, buckets: Sequence[Bucket]) -> None:
-        """Step what this rank owns in some buckets; keeps what fails in `failure`."""
-        raise NotImplementedError
-
-    def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
-        """Choose those that are gathered."""
-        return buckets
-
-    def gather(self, bucket: Bucket) -> Pending[None]:
-        """Start the gather of a bucket."""
-        raise NotImplementedError
-
-    def arrived(self) -> None:
-        """Look at what has come with the rows that somebody waited for."""
-
-    def end(self) -> None:
-        """Compare what ranks have done, after the last operation."""
-
-    def broke_off(self, error: BaseException, buckets: Sequence[Any]) -> None:
-        """Clean up after a gather, wait or free that raised."""
 
 
 class Gathering(Task):
@@ -86,7 +53,7 @@ class Gathering(Task):
         self._engine, self._group = engine, engine.group.during("gather")
         self._lanes: Lease | None = None
         self.span = self._group.phase.held_up() if engine.is_on_cpu else nullcontext()
-        self._send: Send | None = None  # writes a stamp
+        self._stamps: Stamps | None = None  # which the rows send
 
     def step(self, buckets: Sequence[Bucket]) -> None:
         """Note that all rows changed."""
@@ -102,7 +69,7 @@ class Gathering(Task):
         """Start the gather of a bucket."""
         group, lanes = self._group, self._lanes
         used = (group,) if lanes is None or not may_use_lanes(bucket, group) else lanes.groups
-        return start_gather(used, bucket, self._send)
+        return start_gather(used, bucket, None if self._stamps is None else self._stamps.send)
 
     def broke_off(self, error: BaseException, buckets: Sequence[Any]) -> None:
         """Let nobody else use lanes on which something failed."""
@@ -151,8 +118,8 @@ class Engine:
                 lanes.abandon()
         finally:
             self.under_way.abandon()
-        self.group, self.replicas = self.group.let_go(), None
-        self.run_by(ZERO1)
+        self.group, self.replicas, self._recipe = self.group.let_go(), None, ZERO1
+        self._choose()
 
     def join_replicas(self, tell: Callable[[BaseException], None]) -> None:
         """Send errors of failed steps to the other replicas of a mesh; ``tell`` holds no optimizer."""
@@ -175,8 +142,16 @@ class Engine:
         self._choose()
 
     def run_by(self, recipe: Schedule) -> None:
-        """Run buckets that are whole everywhere by a recipe, from now on. No communication."""
-        self._recipe = recipe
+        """Run buckets that are whole everywhere by a recipe, from now on. No communication.
+
+        Where a wrapper has gradients reduced to owners, they go on to be.
+        """
+        self._recipe = recipe.to_owners() if self._recipe.gradients is Placement.ROW else recipe
+        self._choose()
+
+    def reduce_to_owners(self) -> None:
+        """Have gradients reduced to their owners alone, from now on. No communication."""
+        self._recipe = self._recipe.to_owners()
         self._choose()
 
     def read_by(self, params: frozenset[Tensor], *, lazily: bool) -> None:

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from zero_optim.compat.engine import in_backward
 from zero_optim.flow.schedule import Moment
-from zero_optim.shard.engine import Engine, Task
+from zero_optim.shard.engine import Engine
 from zero_optim.shard.module_calls import Call, ModuleCalls
+from zero_optim.shard.task import Task
 
 
 class _Reading(Task):

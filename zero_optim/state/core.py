@@ -16,23 +16,24 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import inner_tensors
 from zero_optim.comm.mesh import RankMesh
-from zero_optim.errors import NotConsolidatedError
 from zero_optim.health.stamps import Call
 from zero_optim.plan.groups import (
     ParamGroup,
     describe_options,
     have_members,
+    names_text,
     param_names,
     params_of,
     short_names,
 )
-from zero_optim.plan.pieces import Pieces, is_whole, owned_by_text
+from zero_optim.plan.pieces import Pieces, is_whole, owned_by_text, piece_of
 from zero_optim.plan.plan import describe_params
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.store import Store
 from zero_optim.state.moving import CutState, Held, RowMap
 from zero_optim.state.options import PlanInputs
+from zero_optim.state.snapshot import Snapshot
 from zero_optim.step.averages import EMA
 from zero_optim.step.gradient_sample import GradientSamples
 from zero_optim.step.leaves import MASTER
@@ -40,67 +41,6 @@ from zero_optim.step.owned import OwnedState
 from zero_optim.step.partial import PartialGradient
 from zero_optim.step.state_view import OwnedEntries
 from zero_optim.step.unreduced import UnreducedParams, compare_unreduced
-
-
-class Snapshot:
-    """This rank's whole state, if current: Note [Whole state]. ``age`` is equal on all ranks, not steps."""
-
-    def __init__(self, age: int = 0) -> None:
-        self.untouched = age == 0
-        self.age = age
-        self.steps = 0
-        self.is_torn = False
-        self._whole: dict[Any, Any] | None = None
-        self._was_held = False
-        self._was_new = False
-
-    def hold(self, whole: dict[Any, Any]) -> None:
-        """Keep the current whole state."""
-        self._whole, self._was_held = whole, True
-
-    def at(self, age: int, steps: int) -> "Snapshot":
-        """Return it for state of some age; of another age, or of none, it has no whole state."""
-        snapshot = copy(self) if age and age == self.age else Snapshot(age)
-        snapshot.steps = steps
-        return snapshot
-
-    def count_step(self) -> None:
-        """Count a call of ``step()``."""
-        self.steps += 1
-
-    def tear(self) -> None:
-        """Record that a step broke off, perhaps before any: some parameters have taken it, others not."""
-        self.is_torn = self.age > 0
-
-    def changed(self) -> None:
-        """Note a change of the state, and drop the whole state."""
-        self.age += 1
-        self.drop()
-
-    def drop(self, is_new: bool = False) -> None:
-        """Drop the whole state, which is no longer known; of a new optimizer: Note [Steps that are none]."""
-        self.untouched, self._whole, self._was_new = False, None, is_new
-
-    def get(self, rank: int) -> dict[Any, Any]:
-        """Return the whole state, in new containers; NotConsolidatedError if absent or outdated."""
-        if self._whole is None:
-            call = f"call consolidate_state_dict(to={rank}) on all ranks"
-            if self._was_new:
-                raise NotConsolidatedError(
-                    "a new optimizer has no state that torch.distributed.checkpoint could fill: to load, "
-                    "call set_optimizer_state_dict with the whole state on every rank and no options, or "
-                    f"dcp.load with zero_optim.checkpoint.OptimizerState; to save, {call} first"
-                )
-            if self._was_held:
-                raise NotConsolidatedError(
-                    "the optimizer was stepped, loaded or given a group after the state was consolidated: "
-                    f"{call} again"
-                )
-            raise NotConsolidatedError(
-                f"rank {rank} holds only its own part of the state: {call} first. For Accelerate and others, "
-                "which ask for it themselves, zero_optim.integrations has classes and callbacks that do"
-            )
-        return {key: dict(value) if isinstance(value, dict) else value for key, value in self._whole.items()}
 
 
 @dataclass(eq=False)
@@ -118,6 +58,7 @@ class Core:
     samples: GradientSamples = field(default_factory=GradientSamples)
     state: MutableMapping[Any, Any] = field(default_factory=dict)
     mesh: RankMesh | None = None
+    _state_sizes: list[int] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle all but the parts of a model."""
@@ -236,9 +177,28 @@ class Core:
         self.state = self.owned.show(self.engine.under_way.wait)
 
     def follow_state(self) -> None:
-        """Take over a mapping that the user or the class assigned to ``state``."""
+        """Take over a mapping that the user or the class assigned to ``state``; raises as `own_state`."""
         if self.owned.take_over_state(self.state):
             self.show_state()
+        sizes = list(map(len, self.owned.local.states))
+        if sizes != self._state_sizes:  # so that most steps look no further
+            self._check_state()
+            self._state_sizes = sizes
+
+    def _check_state(self) -> None:
+        """Raise RuntimeError for entries of a parameter that this rank does not own."""
+        pieces = self.sharding.pieces
+        for state in self.owned.local.states:
+            for key, entries in state.items():
+                of_param = pieces.get(key) if isinstance(key, Tensor) else None
+                if entries and of_param is not None and piece_of(of_param, self.ranks.rank) is None:
+                    name = dict(zip(self.params, short_names(self.groups), strict=True))[key]
+                    raise RuntimeError(
+                        f"optimizer.state has {names_text(list(entries))} of {name}, which is "
+                        f"{owned_by_text(of_param)}: a rank saves the state of what it owns, and these "
+                        "entries would be lost. A wrapper such as Lookahead keeps its tensors in a dict of "
+                        "its own; or shard it, as the class that is given to ZeroRedundancyOptimizer"
+                    )
 
     def refuse_empty_state(self) -> None:
         """Have ``state_dict()`` raise where it would give an empty state: Note [Steps that are none]."""
@@ -281,7 +241,11 @@ class Core:
         return [param for param in self.params if self.sharding.piece_here(param) is not None]
 
     def own_state(self) -> dict[Any, Any]:
-        """Return this rank's state by parameter, and global entries; ValueError if some was removed."""
+        """Return this rank's state by parameter, and global entries.
+
+        ValueError if a parameter was removed, RuntimeError for entries of one that another rank owns.
+        """
+        self._check_state()
         # Reading opt.state[p] leaves an empty entry there, also for parameters of other owners.
         params = set(self.params)
         others = params.difference(self.own_params())

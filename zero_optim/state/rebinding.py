@@ -32,9 +32,10 @@ from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.store import Store
 from zero_optim.state.building import new_leaves, new_owned, new_sharding
-from zero_optim.state.core import Core, Snapshot
+from zero_optim.state.core import Core
 from zero_optim.state.moving import Held, move, sent_by
 from zero_optim.state.options import GroupOptions, PlanInputs
+from zero_optim.state.snapshot import Snapshot
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.owned import OwnedState
 

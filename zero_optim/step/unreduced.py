@@ -74,6 +74,11 @@ def remove_reducer(reducer: GradientReducer) -> None:
     _REDUCERS.pop(reducer, None)
 
 
+def reducers_with(params: Collection[Tensor]) -> list[GradientReducer]:
+    """Return the living reducers that have any of the parameters."""
+    return [reducer for reducer in list(_REDUCERS) if any(param in params for param in reducer.params)]
+
+
 class Unreduced(NamedTuple):
     """A parameter whose gradient no pass has reduced: its name, if a wrapper knows one, and the reason."""
 

@@ -1,0 +1,42 @@
+"""What an engine is asked for: how a bucket is reduced, stepped and gathered at one moment."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from zero_optim.comm.pending import Pending
+from zero_optim.flow.flow import Flow
+from zero_optim.shard.bucket import Bucket
+
+
+class Task:
+    """What one call of `Engine.on` is about: what each operation does that a row may have there."""
+
+    failure: BaseException | None = None  # of this rank; raised when the others have heard of it
+    awaited: Flow | None = None  # gathers that this call itself waits for
+    span: AbstractContextManager[object] = nullcontext()  # measures gathers and waits
+
+    def reduce(self, bucket: Any) -> None:  # noqa: ANN401 - a bucket of gradients
+        """Start the reduction of a bucket of gradients."""
+        raise NotImplementedError
+
+    def step(self, buckets: Sequence[Bucket]) -> None:
+        """Step what this rank owns in some buckets; keeps what fails in `failure`."""
+        raise NotImplementedError
+
+    def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+        """Choose those that are gathered."""
+        return buckets
+
+    def gather(self, bucket: Bucket) -> Pending[None]:
+        """Start the gather of a bucket."""
+        raise NotImplementedError
+
+    def arrived(self) -> None:
+        """Look at what has come with the rows that somebody waited for."""
+
+    def end(self) -> None:
+        """Compare what ranks have done, after the last operation."""
+
+    def broke_off(self, error: BaseException, buckets: Sequence[Any]) -> None:
+        """Clean up after a gather, wait or free that raised."""
