@@ -88,7 +88,7 @@ class ShardedDataParallel(OwnerWrapper, DistributedDataParallel):
         require_ours(optimizer)
         with optimizer.ranks.doing("ShardedDataParallel()"):
             vars(self).update(  # nn.Module is not set up yet
-                _optimizer=optimizer, _accumulate=accumulate, _mesh=RankMesh.of(mesh, optimizer.ranks)
+                _optimizer=optimizer, _accumulate=accumulate, _mesh=RankMesh.make(mesh, optimizer.ranks)
             )
             everyone = self._everyone
             with failing_together(everyone):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import UninitializedParameter
 
-from zero_optim.comm.agreement import agree, check_flags, failing_together, raise_together, ranks_of
+from zero_optim.comm.agreement import agree, check_flags, failing_together, raise_together, take_group
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp.reducer.assignment import describe_params
 from zero_optim.health.watchdog import check_patience, learn_addresses, patient, watch
@@ -65,7 +65,7 @@ def agree_on_model(
     """Check that all ranks wrap the same model, or only ``init_sync=False``; all ranks call. Communicates."""
     module, mesh = arguments["module"], arguments.get("device_mesh")
     process_group = arguments.get("process_group")
-    ranks_of(process_group)
+    take_group(process_group)
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise_together(TypeError(f"expected device_mesh to be a DeviceMesh, or None, got {mesh!r}"))
     if process_group is None and mesh is not None:

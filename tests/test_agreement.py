@@ -22,6 +22,7 @@ from training import (
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.errors import mark_remote
 
 AdamW = torch.optim.AdamW
 
@@ -128,6 +129,16 @@ def test_unfreezing_after_construction_is_agreed() -> None:
     frozen[1].requires_grad_(True)
     sharded.step()
     assert sharded.state_nbytes() == 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("also", [False, True])
+def test_a_failure_that_is_another_ranks_is_repeated_as_it_is_unless_a_rank_has_its_own(also: bool) -> None:
+    rank, raised = dist.get_rank(), mark_remote(ValueError("rank 7: no"))
+    expected = "^(rank 1: )?own$" if also and rank else "^rank 7: no$"
+    with pytest.raises(ValueError, match=expected), failing_together(RankGroup.of(None)):  # noqa: PT012
+        if rank == 0 or also:
+            raise ValueError("own") if rank else raised
 
 
 def test_without_a_process_group_the_call_to_make_is_named() -> None:

@@ -40,15 +40,15 @@ def message_of(error: BaseException) -> str:
         return "<exception str() failed>"  # as tracebacks have it
 
 
-def heard_of(error: E) -> E:
+def mark_remote(error: E) -> E:
     """Mark an exception as that of another rank, which this one only repeats; gives the exception."""
-    error.__dict__["_is_heard_of"] = True
+    error.__dict__["_is_remote"] = True
     return error
 
 
-def is_heard_of(error: BaseException) -> bool:
+def is_remote(error: BaseException) -> bool:
     """Tell whether an exception is that of another rank, and this one only heard of it."""
-    return isinstance(error, RemoteRankError) or "_is_heard_of" in error.__dict__
+    return isinstance(error, RemoteRankError) or "_is_remote" in error.__dict__
 
 
 class StalledError(RemoteRankError):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
-from zero_optim.comm.agreement import called_by_all, failing_together, raise_together, ranks_of
+from zero_optim.comm.agreement import called_by_all, failing_together, raise_together, take_group
 from zero_optim.comm.backends import as_lists
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import PHASES
@@ -148,7 +148,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         params = as_lists(params)
         if process_group is None:
             process_group = registration_in(params).process_group
-        group = patient(ranks_of(process_group, params), timeout)
+        group = patient(take_group(process_group, params), timeout)
         watch(self, group, on_stall)
         with group.doing(f"{type(self).__name__}()"):
             spec = OptimizerSpec(optimizer_class, defaults)

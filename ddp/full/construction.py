@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zero_optim.comm.agreement import agree, failing_together, ranks_of
+from zero_optim.comm.agreement import agree, failing_together, take_group
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.ddp.full.choice import Units, choose_units
@@ -202,7 +202,7 @@ def construct(
     """Check a wrapper's arguments; return its units, not filled yet, an optimizer, and the mesh. All call."""
     group, mesh, process_group = None, None, arguments.process_group
     if optimizer is not None:
-        mesh = RankMesh.of(arguments.mesh, optimizer.ranks)
+        mesh = RankMesh.make(arguments.mesh, optimizer.ranks)
         group = optimizer.ranks if mesh is None else mesh.everyone
     ranks = RanksToBe(arguments.mesh, process_group, group)
     with ranks.failing_together():
@@ -228,7 +228,7 @@ def construct(
     if optimizer is None:
         with ranks.failing_together():
             optimizer = construction.stand_in(ranks.process_group, options)
-        mesh = RankMesh.of(arguments.mesh, optimizer.ranks)
+        mesh = RankMesh.make(arguments.mesh, optimizer.ranks)
     return construction, optimizer, mesh
 
 
@@ -242,14 +242,14 @@ class RanksToBe:
             self.groups = [group]
             return
         if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
-            self.groups = [ranks_of(process_group)]
+            self.groups = [take_group(process_group)]
             return
         if process_group is None:
             self.process_group = mesh.get_group(1)
         if mesh.mesh.numel() == dist.get_world_size():
-            self.groups = [ranks_of(None)]  # so that a rank without a mesh is heard too
+            self.groups = [take_group(None)]  # so that a rank without a mesh is heard too
         else:
-            self.groups = [ranks_of(mesh.get_group(dim)) for dim in (0, 1)]
+            self.groups = [take_group(mesh.get_group(dim)) for dim in (0, 1)]
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:

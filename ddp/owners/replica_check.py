@@ -12,7 +12,7 @@ Note [Failures in one replica]
     anything. Only failures of which all ranks of a replica hear, in gathers, are told.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from torch import Tensor
@@ -23,31 +23,17 @@ from zero_optim.comm.pending import Pending
 from zero_optim.compat.streams import is_asynchronous, to_device
 from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.errors import RankMismatchError, RemoteRankError, message_of
-from zero_optim.health.stamp import STAMP_NBYTES, Arrival, Kind, Stamp, difference, verdict
-from zero_optim.health.stamps import Options, Replicas, options_text, shortened
+from zero_optim.health.stamp import STAMP_NBYTES, Arrival, Stamp, parted
+from zero_optim.health.stamps import Options, options_text, shortened
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.option_values import OptionValues, differing
 
 _NBYTES = STAMP_NBYTES + 192  # of a stamp with an excerpt of the error
 
 
-def _failures(failed: Mapping[int, Stamp], _: str) -> str:
-    replica, stamp = next(iter(failed.items()))
-    text = f"a step has failed in replica {replica} of the mesh: {stamp.name}"
-    if len(failed) > 1:
-        text = f"{len(failed)} replicas of the mesh have failed in a step; their own output has more"
-    return f"{text}. Parameters of replicas may differ by now: load a checkpoint on all"
-
-
-def _num_steps(replicas: Sequence[int], stamp: Stamp) -> str:
-    return f"{stamp.number} of {ranks_text(replicas, 'replica')}"
-
-
 def _option(replicas: Sequence[int], value: str) -> str:
     return f"{value} in {ranks_text(replicas, 'replica')}"
 
-
-_STEPS = Kind(("number",), _num_steps, "steps taken: {}", _failures, separator=", ")
 
 # The options of this rank at the start of a pass, and the stamps of all replicas.
 _Gather: TypeAlias = tuple[Options, Pending[dict[int, Stamp]]]
@@ -63,14 +49,14 @@ class ReplicaCheck:
         self._pending: _Gather | None = None
         self._sent: list[_Gather] = []  # nobody waits for these, but they need their memory
         self._sent_after = -1  # steps
-        optimizer.core.engine.join_replicas(Replicas(weakly(self.tell), optimizer.ranks.numbers))
+        optimizer.core.engine.join_replicas(weakly(self.tell))
 
     def start(self) -> None:
         """Read the last gather, and start the next, with each backward pass. Raises as `read`."""
         self.read()
         self._pending = self._start_gather(None)
         if not is_asynchronous(self._across.device):
-            self._stamps()
+            self._read_failures()
 
     def tell(self, error: BaseException) -> None:
         """Send other replicas the error that all ranks of this one raise of a step, once. No wait."""
@@ -91,27 +77,32 @@ class ReplicaCheck:
         group = self._across  # the function below is kept: it must not keep this object
 
         def stamps(gathered: list[Tensor]) -> dict[int, Stamp]:
-            return dict(Arrival(range(group.size), gathered[0], mine).stamps(group.read))
+            return Arrival(range(group.size), gathered[0], mine).read_stamps(group.read)
 
         return values.by_group, Pending([group.start_all_gather(row, "the options of replicas")], stamps)
 
-    def _stamps(self) -> dict[int, Stamp]:
+    def _read_failures(self) -> dict[int, Stamp]:
         assert self._pending is not None  # checked by the caller
         stamps = self._pending[1].wait()
-        error = verdict(_STEPS, stamps)
-        if isinstance(error, RemoteRankError):
-            self._pending = None
-            raise error
+        failed = {replica: stamp for replica, stamp in stamps.items() if stamp.has_failed}
+        if 0 < len(failed) < len(stamps):  # else each has raised its own
+            self._pending, (replica, stamp) = None, next(iter(failed.items()))
+            text = f"a step has failed in replica {replica} of the mesh: {stamp.name}"
+            if len(failed) > 1:
+                text = f"{len(failed)} replicas of the mesh have failed in a step; their own output has more"
+            raise RemoteRankError(
+                f"{text}. Parameters of replicas may differ by now: load a checkpoint on all"
+            )
         return stamps
 
     def read(self) -> None:
         """Wait for the pending gather; RankMismatchError or RemoteRankError if replicas differ or failed."""
         if self._pending is None:
             return
-        mine, stamps = self._pending[0], self._stamps()
-        self._pending = None
-        steps = difference(_STEPS, stamps)
-        wrong = [steps] if steps else []
+        mine, stamps = self._pending[0], self._read_failures()
+        self._pending, parts = None, parted(stamps, "number")
+        steps = (f"{stamp.number} of {ranks_text(replicas, 'replica')}" for replicas, stamp in parts)
+        wrong = [f"steps taken: {', '.join(steps)}"] if parts else []
         if len({stamp.digest for stamp in stamps.values()}) > 1:
             options = self._across.all_gather_json(mine)
             wrong += options_text(options, differing(options), _option, ", ")

@@ -76,7 +76,7 @@ class Reducer:
         self.options = ReducerOptions() if options is None else options
         params = as_lists(params)
         self._use(RankGroup.of(process_group, params).within(self.options.timeout))
-        with failing_together(self.group) if checks else nullcontext():
+        with failing_together(self.group if checks else None):
             self._reduced = reduced = ReducedParams.of(params, sparse)
             if checks:
                 self.group.check_serves(reduced.params)
@@ -320,7 +320,7 @@ class Reducer:
         checks_first = current.is_empty or (not defers and (self.checks_first or current.asks_for_use))
         if checks_first:
             current.check(report)
-        used = report.used() if current.asks_for_use else []
+        used = report.read_used() if current.asks_for_use else []
         unused = [not flag for flag in used] or self.history.unused
         with self.slot.minding():
             if drops:

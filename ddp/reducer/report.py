@@ -14,11 +14,12 @@ Note [Late reports]
     first one of a static graph, are read at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from zero_optim.comm.agreement import gather_reports
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import ranks_by_value, ranks_text
 from zero_optim.comm.pending import Pending
@@ -37,19 +38,19 @@ class FailureReport:
         self._failure = failure
         self._used = used
         self._is_late = False
-        self._answer: Pending[HostCopy] | None = None  # the word, or the counts
+        self._read: Callable[[], HostCopy]  # of the word, or of the counts
         if in_last_bucket:
             return
         counts = to_device(
             torch.tensor([failure is not None, *used], dtype=torch.int32, device="cpu"), group.device
         )
         sums = [group.start_sum(counts)] if group.size > 1 else []
-        self._answer = Pending(sums, lambda _: HostCopy(counts))
+        self._read = Pending(sums, lambda _: HostCopy(counts)).wait
 
     def read_word(self, reduced: Tensor) -> None:
         """Copy the element of the last bucket's sum, before the user gets the gradients."""
         word = HostCopy(reduced[:1])
-        self._answer = Pending([], lambda _: word)
+        self._read = lambda: word
 
     def put_off(self) -> None:
         """Start the copy to the CPU; `check` comes later: Note [Late reports]."""
@@ -57,11 +58,7 @@ class FailureReport:
         if not self.in_last_bucket and is_asynchronous(self._group.device):
             self._read()
 
-    def _read(self) -> HostCopy:
-        assert self._answer is not None  # see ``in_last_bucket``
-        return self._answer.wait()
-
-    def used(self) -> list[bool]:
+    def read_used(self) -> list[bool]:
         """Return by parameter whether any rank used it; the CPU waits, unless this rank used all."""
         if all(self._used):
             return list(self._used)
@@ -73,8 +70,7 @@ class FailureReport:
         first = self._group.read(self._read())[0].item()
         if first == (first if self.in_last_bucket else 0):  # no NaN, or no rank
             return
-        everyone, size = self._group.all_gather_json(self._failure), self._group.size
-        failures = {rank: failure for rank, failure in enumerate(everyone) if failure is not None}
+        failures, size = gather_reports(self._group, self._failure), self._group.size
         if failures:  # else a gradient was NaN
             each = "; ".join(
                 f"{'every rank' if len(ranks) == size > 1 else ranks_text(ranks)}: {failure}"

@@ -32,7 +32,7 @@ from zero_optim.checkpoint.files import FolderLock
 from zero_optim.checkpoint.manifest import Chunk, DataFile
 from zero_optim.checkpoint.objects import Members, Objects, check_group, random_state
 from zero_optim.checkpoint.values import key_of
-from zero_optim.comm.agreement import agree, failing_together, failure_of, failure_of_others
+from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.backends import ON_HOST
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import Nested, encode
@@ -82,7 +82,7 @@ def save(  # noqa: PLR0913 - keyword-only
         TypeError, ValueError: on every rank, if an argument is wrong, or a value neither tensor nor plain.
     """
     objects = model, optimizer, scheduler, scaler
-    with _agreed("save()", path, objects, extra, keep, process_group, timeout) as agreed:
+    with _agree("save()", path, objects, extra, keep, process_group, timeout) as agreed:
         agreed.write()
 
 
@@ -111,7 +111,7 @@ def save_async(  # noqa: PLR0913 - keyword-only
     """
     began = perf_counter()
     objects = model, optimizer, scheduler, scaler
-    with _agreed("save_async()", path, objects, extra, keep, process_group, timeout) as agreed:
+    with _agree("save_async()", path, objects, extra, keep, process_group, timeout) as agreed:
         group, mesh = agreed.members.group, agreed.members.mesh
         lane = _on_lane(group)
         if mesh is not None:  # apart from what ranks that write send
@@ -187,7 +187,7 @@ def _on_lane(group: RankGroup) -> RankGroup:
 
 
 @contextmanager
-def _agreed(
+def _agree(
     call: str,
     path: str | os.PathLike[str],
     parts: tuple[Any, Any, Any, Any],
@@ -214,12 +214,12 @@ def _agreed(
         agree(members.everyone, items, "what to save")
         if members.mesh is not None:  # the first replica writes the random states of all ranks
             own = [members.everyone.rank, random_state(objects.device)]
-            for number, state in _of_others(members.mesh.across, own, "the random state"):
+            for number, state in _collect(members.mesh.across, own, "the random state"):
                 part.add(key_of(RANDOM, str(number)), state)
         yield _Save(members, folder, part, keep)
 
 
-def _of_others(group: RankGroup, value: Nested, about: str) -> Iterator[Any]:
+def _collect(group: RankGroup, value: Nested, about: str) -> Iterator[Any]:
     """Send a value to rank 0, which yields those of all others; all ranks call."""
     if group.rank:
         send_value(group, [0], *encode(value, about))
@@ -238,24 +238,9 @@ class _Save:
     def write(self) -> None:
         """Write by the first replica alone; all ranks call, and raise what it raised, naming the rank."""
         mesh = self.members.mesh
-        if mesh is None:
-            self._write()
-            return
-        failure = None
-        if mesh.across.rank == 0:
-            try:
+        with failing_together(None if mesh is None else mesh.everyone):
+            if mesh is None or mesh.across.rank == 0:
                 self._write()
-            except Exception as error:  # noqa: BLE001 - told to the others, and raised again below
-                failure = error
-        # A failure of another rank is told by that rank itself.
-        is_own = failure is not None and not message_of(failure).startswith("rank ")
-        others = failure_of_others(mesh.everyone, failure_of(failure) if failure and is_own else None)
-        try:
-            if failure is not None or others is not None:
-                raise failure or others  # type: ignore[misc]
-        finally:
-            # Their tracebacks have this frame, see Note [Groups that end] in `comm.work_log`.
-            failure = others = None
 
     def _write(self) -> None:
         """Write this rank's file; then rank 0 completes the checkpoint: Note [Protocol of a save]."""
@@ -279,7 +264,7 @@ class _Save:
                     self.part.values,
                 ]
                 values = dict(self.part.values)
-                for numbers, chunks, more in _of_others(group, mine, "the checkpoint's manifest"):
+                for numbers, chunks, more in _collect(group, mine, "the checkpoint's manifest"):
                     files.update({name: DataFile(*each) for name, *each in numbers})
                     written += [(Box(*box), Chunk(*chunk)) for box, chunk in chunks]
                     values.update(more)

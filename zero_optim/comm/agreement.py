@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from itertools import zip_longest
+from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from zero_optim.comm.backends import ON_HOST, late_or_closed
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.frames import SHORT, ranks_by_value, ranks_text
+from zero_optim.comm.frames import SHORT, ranks_by_value, ranks_text, values_text
 from zero_optim.compat.engine import make_group, timeout_of
 from zero_optim.errors import (
     CheckpointError,
@@ -24,7 +25,8 @@ from zero_optim.errors import (
     RankMismatchError,
     RemoteRankError,
     StateMismatchError,
-    heard_of,
+    is_remote,
+    mark_remote,
     message_of,
 )
 from zero_optim.host.meeting import meet
@@ -32,7 +34,8 @@ from zero_optim.host.meeting import meet
 P = ParamSpec("P")
 T = TypeVar("T")
 logger = logging.getLogger("zero_optim")
-Failure = list[str]  # class and message of an exception, without the exception
+# Of an exception: its class, its message, and whether that names another rank, of which this one has heard.
+Failure: TypeAlias = tuple[str, str, bool]
 _DIGEST_NBYTES = 32  # of sha256
 
 # Exceptions that can be made from a message alone, so that every rank raises the same class.
@@ -51,9 +54,78 @@ _KINDS = {
 }
 
 
+class Ballot:
+    """A body that all ranks run; at its end they exchange whether it raised, and a payload. It only computes.
+
+    If it raised anywhere it does so on every rank: on a failed rank its own exception, elsewhere one of the
+    same class if in `_KINDS`, else `RemoteRankError`, with the failed rank's number. One small collective,
+    two more after a failure.
+    """
+
+    def __init__(self, group: RankGroup | None, payload: Callable[[], bytes] = bytes) -> None:
+        self.payloads: list[bytes] = []  # at the end those of all ranks, of one length
+        self._group, self._payload = group, payload
+
+    def __enter__(self) -> "Ballot":
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if self._group is None or not isinstance(error, Exception | None):
+            return
+        try:
+            everyone = self._group.all_gather_fixed(bytes([error is not None]) + self._payload())
+        except (RemoteRankError, RankMismatchError) as unanswered:
+            if error is None:
+                raise
+            error.__cause__ = unanswered  # tells less; the error may be why: a device of no use
+            return
+        self.payloads = [each[1:] for each in everyone]
+        if not any(each[0] for each in everyone):
+            return
+        if error is None:
+            raise one_error(self._group, None)
+        one_error(self._group, error)
+
+
+def failing_together(group: RankGroup | None) -> Ballot:
+    """Return a context that raises on every rank if its body does on any; all enter it. None: here alone."""
+    return Ballot(group)
+
+
+def one_error(group: RankGroup, error: Exception | None) -> Exception:
+    """Return what this rank raises if any has an error, as a `Ballot`; all ranks call. Two collectives."""
+    heard = hear_failure(group, None if error is None else failure_of(error))
+    raised = error if heard is None else heard
+    assert raised is not None  # a rank has failed
+    return raised
+
+
+def failure_of(error: BaseException, more: str = "") -> Failure:
+    """Describe an exception for other ranks; ``more`` is added to its message."""
+    message = message_of(error)
+    return type(error).__name__, message + more, is_remote(error) and message.startswith("rank ")
+
+
+def hear_failure(group: RankGroup, mine: Failure | None) -> Exception | None:
+    """Return the exception for another rank's failure; None on a failed rank. All ranks call."""
+    failed = gather_reports(group, mine)
+    if mine is not None or not failed:
+        return None
+    rank = min(failed, key=lambda rank: failed[rank][2])
+    name, message, is_repeated = failed[rank]
+    whose = f"rank {rank}: " if name in _KINDS else f"rank {rank} failed with {name}: "
+    return mark_remote(_KINDS.get(name, RemoteRankError)(message if is_repeated else whose + message))
+
+
+def gather_reports(group: RankGroup, report: T | None) -> dict[int, T]:
+    """Gather what ranks report, by their numbers; None is left out. All ranks call; two collectives."""
+    everyone = zip(group.numbers, group.all_gather_json(report), strict=True)
+    return {rank: each for rank, each in everyone if each is not None}
+
+
 def agree(group: RankGroup, items: Sequence[str], what: str, hints: Mapping[str, str] | None = None) -> None:
     """Raise RankMismatchError on all ranks unless items are equal; ``hints`` are by an item's first word."""
-    _compare(group, group.all_gather_fixed(_digest(items)), items, what, hints or {})
+    _compare(group, items, what, hints)
     find_memory(group)
 
 
@@ -65,19 +137,20 @@ class Agreement:
     beside: bytes = b""
     differs: bool = False
 
-    def _packed(self) -> bytes:
-        size = SHORT - 1 - _DIGEST_NBYTES
-        return _digest(self.items) + hashlib.blake2b(self.beside, digest_size=size).digest()
-
 
 @contextmanager
 def agreeing(group: RankGroup, what: str, hints: Mapping[str, str] | None = None) -> Iterator[Agreement]:
-    """Run the body as `failing_together`, then `agree` on the items that it adds, in one collective."""
+    """Run the body in a `Ballot`, then `agree` on the items that it adds, in one collective."""
     agreed = Agreement()
-    with failing_together(group, agreed._packed) as everyone:
+
+    def packed() -> bytes:
+        size = SHORT - 1 - _DIGEST_NBYTES
+        return _digest(agreed.items) + hashlib.blake2b(agreed.beside, digest_size=size).digest()
+
+    with Ballot(group, packed) as ballot:
         yield agreed
-    _compare(group, [each[:_DIGEST_NBYTES] for each in everyone], agreed.items, what, hints or {})
-    agreed.differs = len(set(everyone)) > 1
+    _compare(group, agreed.items, what, hints, [each[:_DIGEST_NBYTES] for each in ballot.payloads])
+    agreed.differs = len(set(ballot.payloads)) > 1
     find_memory(group)
 
 
@@ -86,25 +159,24 @@ def _digest(items: Sequence[str]) -> bytes:
 
 
 def _compare(
-    group: RankGroup, digests: Sequence[bytes], items: Sequence[str], what: str, hints: Mapping[str, str]
+    group: RankGroup,
+    items: Sequence[str],
+    what: str,
+    hints: Mapping[str, str] | None = None,
+    digests: Sequence[bytes] | None = None,  # if they were gathered already
 ) -> None:
-    if len(set(digests)) > 1:
-        everyone = group.all_gather_json(list(items))
-        raise RankMismatchError(f"ranks disagree about {what}: {_first_difference(group, everyone, hints)}")
-
-
-def _first_difference(group: RankGroup, everyone: list[list[str]], hints: Mapping[str, str]) -> str:
-    for index in range(max(map(len, everyone))):
-        each = [items[index] if index < len(items) else "nothing more" for items in everyone]
+    if len(set(digests or group.all_gather_fixed(_digest(items)))) == 1:
+        return
+    for each in zip_longest(*group.all_gather_json(list(items)), fillvalue="nothing more"):
         held = ranks_by_value(dict(zip(group.numbers, each, strict=True)))
         if len(held) > 1:
-            difference = "; ".join(f"{ranks_text(ranks)} has {item}" for item, ranks in held.items())
-            hint = next((hints[word] for item in held if (word := item.partition(" ")[0]) in hints), None)
-            return difference if hint is None else f"{difference}. {hint}"
+            words = (item.partition(" ")[0] for item in held)
+            hint = next((f". {hints[word]}" for word in words if hints and word in hints), "")
+            raise RankMismatchError(f"ranks disagree about {what}: {values_text(held)}{hint}")
     raise AssertionError("digests differ and items do not")
 
 
-def said_by_all(group: RankGroup, answers: Sequence[bool]) -> list[bool]:
+def combine_answers(group: RankGroup, answers: Sequence[bool]) -> list[bool]:
     """Return for each answer whether it is True on every rank. All ranks call; one small collective."""
     everyone = group.all_gather_fixed(bytes(answers))
     return [all(common) for common in zip(*everyone, strict=True)]
@@ -112,84 +184,35 @@ def said_by_all(group: RankGroup, answers: Sequence[bool]) -> list[bool]:
 
 @contextmanager
 def answering_together(group: RankGroup) -> Iterator[list[bool]]:
-    """Run the body as `failing_together`; then the answers that it adds are those that hold on every rank."""
+    """Run the body in a `Ballot`; then the answers that it adds are those that hold on every rank."""
     answers: list[bool] = []
     most = SHORT - 1  # in one collective
-    with failing_together(group, lambda: bytes(answers[:most]).ljust(most, b"\0")) as everyone:
+    with Ballot(group, lambda: bytes(answers[:most]).ljust(most, b"\0")) as ballot:
         yield answers
-    common = [all(each) for each in zip(*everyone, strict=True)]
-    answers[:] = common[: len(answers)] + said_by_all(group, answers[most:])
-
-
-@contextmanager
-def failing_together(group: RankGroup, payload: Callable[[], bytes] = bytes) -> Iterator[list[bytes]]:
-    """Run the body; raise on every rank if it raised on any. The body must not communicate.
-
-    All ranks enter and leave; one small collective, two more after a failure. The failed rank raises its own
-    exception, others one of its class if in `_KINDS`, else `RemoteRankError`, with the failed rank's number.
-    Yields a list that then gets all ranks' payloads, of one length.
-    """
-    payloads: list[bytes] = []
-    mine: Exception | None = None
-    try:
-        yield payloads
-    except Exception as error:  # noqa: BLE001 - sent to the others, raised again below
-        mine = error
-    try:
-        everyone = group.all_gather_fixed((b"\0" if mine is None else b"\1") + payload())
-    except (RemoteRankError, RankMismatchError) as unanswered:
-        if mine is None:
-            raise
-        raise mine from unanswered  # it tells more, and may be why nobody answered: a device of no use
-    if any(each[0] for each in everyone):
-        other = failure_of_others(group, None if mine is None else failure_of(mine))
-        failure = other if mine is None else mine
-        if failure is not None:
-            raise failure
-    payloads += [each[1:] for each in everyone]
-
-
-def failure_of(error: BaseException, more: str = "") -> Failure:
-    """Return an exception's class and message, for other ranks."""
-    return [type(error).__name__, message_of(error) + more]
-
-
-def failure_of_others(group: RankGroup, mine: Failure | None) -> Exception | None:
-    """Return the exception for another rank's failure; None on a failed rank. All ranks call."""
-    everyone = group.all_gather_json(mine)
-    reports = zip(group.numbers, everyone, strict=True)
-    failed = [(rank, report) for rank, report in reports if report is not None]
-    if mine is not None or not failed:
-        return None
-    rank, (name, message) = failed[0]
-    if name in _KINDS:
-        return heard_of(_KINDS[name](f"rank {rank}: {message}"))
-    return RemoteRankError(f"rank {rank} failed with {name}: {message}")
+    common = [all(each) for each in zip(*ballot.payloads, strict=True)]
+    answers[:] = common[: len(answers)] + combine_answers(group, answers[most:])
 
 
 class SharedCall:
     """A function that every rank calls; its first call fails together, and ``then`` follows it."""
 
     def __init__(self, group: RankGroup, function: Callable[[], Any], then: Callable[[], None]) -> None:
-        self._group = group
-        self._function = function
-        self._then = then
-        self._is_called = False
+        self._function, self._first = function, [(group, then)]
 
     def __call__(self) -> Any:  # noqa: ANN401, D102 - whatever the function returns
-        return self._function() if self._is_called else self._call_first(self._function)
+        if not self._first:
+            return self._function()
+        group, then = self._first.pop()
+        with Ballot(group):
+            result = self._function()
+        then()
+        return result
 
     def finish(self) -> None:
         """Take part in the other ranks' first call if there was none here."""
-        if not self._is_called:
-            self._call_first(lambda: None)
-
-    def _call_first(self, function: Callable[[], Any]) -> Any:  # noqa: ANN401 - as above
-        self._is_called = True
-        with failing_together(self._group):
-            result = function()
-        self._then()
-        return result
+        if self._first:
+            self._function = lambda: None
+            self()
 
 
 # ------------------------------------------------------------------------------------ arguments
@@ -202,7 +225,7 @@ def check_flags(**flags: object) -> None:
             raise TypeError(f"expected {name} to be True or False, got {value!r}")
 
 
-def ranks_of(process_group: object, data: object = None) -> RankGroup:
+def take_group(process_group: object, data: object = None) -> RankGroup:
     """As `RankGroup.of`, for users: another object raises TypeError on all ranks of the default group."""
     outside: object = dist.GroupMember.NON_GROUP_MEMBER  # what new_group() gives to ranks that it leaves out
     is_outside = type(process_group) is type(outside) and process_group == outside
@@ -254,8 +277,7 @@ def make_together(
         made = make_group(ranks, backend, name, timeout_of(group.process_group), patience)
     except Exception as error:  # noqa: BLE001 - told below
         failure = [any(late_or_closed(error)), message_of(error)]
-    failures = dict(zip(group.numbers, group.all_gather_json(failure), strict=True))
-    failed = sorted((*said, rank) for rank, said in failures.items() if said is not None)
+    failed = sorted((*said, rank) for rank, said in gather_reports(group, failure).items())
     if made is not None and not failed:
         return made
     heard, reason, rank = failed[0]
@@ -275,10 +297,9 @@ def share_host_memory(shares: bool = True) -> bool:
     Returns whether the default group's ranks share memory; warns if they were told to and cannot.
     """
     world = RankGroup.of(None)
-    with failing_together(world):
+    with Ballot(world):
         check_flags(shares=shares)
-    items = [f"shares={shares}"]
-    _compare(world, world.all_gather_fixed(_digest(items)), items, "share_host_memory()", {})
+    _compare(world, [f"shares={shares}"], "share_host_memory()")
     world.works.log.shares_memory = shares
     find_memory(world)
     shared = world.shared_memory(torch.device("cpu")) is not None
@@ -308,6 +329,5 @@ def raise_together(error: Exception, group: RankGroup | None = None) -> NoReturn
     """Raise an error on all ranks of a group (None: the default group)."""
     if not dist.is_available() or not dist.is_initialized():
         raise error
-    with failing_together(RankGroup.of(None) if group is None else group):
+    with Ballot(RankGroup.of(None) if group is None else group):
         raise error
-    raise AssertionError("it raises on this rank, hence on all")

@@ -36,6 +36,11 @@ def ranks_by_value(values: Mapping[int, T]) -> dict[T, list[int]]:
     return groups
 
 
+def values_text(held: Mapping[str, Sequence[int]]) -> str:
+    """Describe values by the ranks that have them, from `ranks_by_value`."""
+    return "; ".join(f"{ranks_text(ranks)} has {value}" for value, ranks in held.items())
+
+
 def differences(counts: Mapping[int, Mapping[str, int]]) -> list[str]:
     """Describe calls that some ranks began more often, from counts by rank and name."""
     texts = []

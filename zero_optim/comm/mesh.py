@@ -27,8 +27,8 @@ class RankMesh:
     across: RankGroup
 
     @classmethod
-    def of(cls, mesh: DeviceMesh | None, owners: RankGroup) -> "RankMesh | None":
-        """Build it from a 2-D mesh; None without one, or for one replica. All ranks call; communicates."""
+    def make(cls, mesh: DeviceMesh | None, owners: RankGroup) -> "RankMesh | None":
+        """Make it from a 2-D mesh; None without one, or for one replica. All ranks call; communicates."""
         with failing_together(owners):
             table = None if mesh is None else _table(mesh, owners)
         agree(owners, [f"mesh={table}"], "the mesh")
@@ -36,7 +36,7 @@ class RankMesh:
             return None
         across = replace(RankGroup.of(mesh.get_group(0), owners.data_devices), phase=owners.phase)
         find_memory(across)
-        everyone = _everyone(sorted(rank for row in table for rank in row), owners, across)
+        everyone = _make_everyone(sorted(rank for row in table for rank in row), owners, across)
         for part in (owners, across):
             part.works.log.wholes[part.works.ranks] = everyone.works.ranks
         return cls(everyone, owners, across)
@@ -69,13 +69,13 @@ def _table(mesh: object, owners: RankGroup) -> _Table:
     return table
 
 
-def _everyone(ranks: list[int], inner: RankGroup, across: RankGroup) -> RankGroup:
+def _make_everyone(ranks: list[int], inner: RankGroup, across: RankGroup) -> RankGroup:
     world = RankGroup.of(None, inner.data_devices).within(inner.phase.timeout)
     for known in (world, across):
         serves = {device.type for device in inner.data_devices} <= known.backends.keys()
         if serves and list(known.works.ranks) == ranks:
             return known
-    return made_over(ranks, inner, across)
+    return make_over(ranks, inner, across)
 
 
 def agree_between_replicas(everyone: RankGroup, items: Sequence[str]) -> None:
@@ -84,7 +84,7 @@ def agree_between_replicas(everyone: RankGroup, items: Sequence[str]) -> None:
     agree(everyone, items, "the optimizers of the replicas", {"parameter": hint})
 
 
-def made_over(ranks: Sequence[int], inner: RankGroup, across: RankGroup) -> RankGroup:
+def make_over(ranks: Sequence[int], inner: RankGroup, across: RankGroup) -> RankGroup:
     """Make a process group of all ranks of a mesh. All call; communicates."""
     token = across.all_gather_fixed(secrets.token_hex(8).encode())[0]
     token = inner.all_gather_fixed(token)[0]  # that of the first rank of all

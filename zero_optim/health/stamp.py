@@ -91,12 +91,12 @@ class Arrival:
         return self._copy is None or self._copy.is_here
 
     def read_uniform(self, read: Read) -> bool:
-        """Whether each rank sent the same as this one; ``read`` waits."""
+        """Wait with ``read``; return whether each rank sent the same as this one."""
         if self._copy is not None:
             self._octets, self._copy = tensor_to_bytes(read(self._copy)), None
         return self._octets == self.mine * len(self._ranks)
 
-    def stamps(self, read: Read) -> dict[int, Stamp]:
+    def read_stamps(self, read: Read) -> dict[int, Stamp]:
         """Return each rank's stamp; ``read`` waits."""
         if self.read_uniform(read):  # as nearly always
             return dict.fromkeys(self._ranks, Stamp.read(self.mine))
@@ -113,64 +113,44 @@ class Arrivals(list[Arrival]):
         """Whether the CPU would not wait."""
         return all(arrival.is_here for arrival in self)
 
-    def are_uniform(self, read: Read) -> bool:
-        """Whether each rank sent the same as this one in each gather; ``read`` waits."""
+    def read_uniform(self, read: Read) -> bool:
+        """Wait with ``read``; return whether each rank sent the same as this one in each gather."""
         return all(arrival.read_uniform(read) for arrival in self)
 
-    def stamps(self, read: Read) -> dict[int, Stamp]:
+    def read_stamps(self, read: Read) -> dict[int, Stamp]:
         """Return each rank's last stamp, or one with a failure; ``read`` waits."""
         stamps: dict[int, Stamp] = {}
         for arrival in self:
-            for rank, stamp in arrival.stamps(read).items():
+            for rank, stamp in arrival.read_stamps(read).items():
                 if rank not in stamps or not stamps[rank].has_failed:
                     stamps[rank] = stamp
         return stamps
 
 
-class Kind(NamedTuple):
-    """The fields of a stamp that must be equal on all ranks, and the messages where they are not.
-
-    ``each``: what ranks with one stamp did. ``failures``: text of failed ranks, if they count.
-    """
-
-    fields: tuple[str, ...]
-    each: Callable[[Sequence[int], Stamp], str]
-    difference: str
-    failures: Callable[[Mapping[int, Stamp], str], str] | None = None
-    separator: str = "; "
-
-
-def verdict(
-    kind: Kind, stamps: Mapping[int, Stamp], numbers: Sequence[int] = (), call: str = ""
+def find_error(
+    stamps: Mapping[int, Stamp], numbers: Sequence[int], call: str
 ) -> RankMismatchError | RemoteRankError | None:
-    """Compare all ranks' stamps; return the error that names cause and ranks, failures first.
+    """Compare all ranks' stamps of a call, "" of their last calls; return the error, failures first.
 
-    None if every rank has failed. ``call``: its name, if some ranks send no stamp and all others may fail.
+    It names cause and ranks. None of last calls if every rank has failed: it has raised its own.
     """
-    named = {numbers[rank] if numbers else rank: stamp for rank, stamp in sorted(stamps.items())}
-    failed = {rank: stamp for rank, stamp in named.items() if stamp.has_failed}
-    if failed and kind.failures is not None:
+    named = {numbers[rank]: stamp for rank, stamp in sorted(stamps.items())}
+    failed = [f"rank {rank} failed with {stamp.name}" for rank, stamp in named.items() if stamp.has_failed]
+    if failed:
         call = next((stamp.name for stamp in named.values() if not stamp.has_failed), call)
-        return RemoteRankError(kind.failures(failed, call)) if call else None
-    text = difference(kind, named)
-    return RankMismatchError(text) if text else None
+        return RemoteRankError(f"{'; '.join(failed)} in {call}; its own output has more") if call else None
+    parts = parted(named, "number", "text")
+    each = "; ".join((_present_call if call else _last_call)(*part) for part in parts)
+    made, calls = ("are in", "the same calls") if call else ("have made", "the same")
+    different = f"ranks {made} different calls of the optimizer: {each}. All ranks must make {calls}"
+    return RankMismatchError(different) if parts else None
 
 
-def difference(kind: Kind, stamps: Mapping[int, Stamp]) -> str:
-    """Describe what groups of ranks did, the largest first; empty if they did the same."""
-    groups = ranks_by_value(
-        {rank: tuple(getattr(stamp, name) for name in kind.fields) for rank, stamp in stamps.items()}
-    )
-    if len(groups) < 2:
-        return ""
-    largest_first = sorted(groups.values(), key=lambda ranks: -len(ranks))
-    each = kind.separator.join(kind.each(ranks, stamps[ranks[0]]) for ranks in largest_first)
-    return kind.difference.format(each)
-
-
-def _failures(failed: Mapping[int, Stamp], call: str) -> str:
-    each = "; ".join(f"rank {rank} failed with {stamp.name}" for rank, stamp in failed.items())
-    return f"{each} in {call}; its own output has more"
+def parted(stamps: Mapping[int, Stamp], *fields: str) -> list[tuple[list[int], Stamp]]:
+    """Group ranks by fields of their stamps, the largest group first; empty if they are all equal."""
+    values = {rank: tuple(getattr(stamp, name) for name in fields) for rank, stamp in stamps.items()}
+    groups = sorted(ranks_by_value(values).values(), key=lambda ranks: -len(ranks))
+    return [(ranks, stamps[ranks[0]]) for ranks in groups] if len(groups) > 1 else []
 
 
 def _present_call(ranks: Sequence[int], stamp: Stamp) -> str:
@@ -181,18 +161,3 @@ def _present_call(ranks: Sequence[int], stamp: Stamp) -> str:
 def _last_call(ranks: Sequence[int], stamp: Stamp) -> str:
     last = f", the last one {stamp.name}" if stamp.number else ""
     return f"{ranks_text(ranks)} made {stamp.number}{last}"
-
-
-# In the gathers of a call, and of the last call in later gathers.
-PRESENT_CALL = Kind(
-    ("number", "text"),
-    _present_call,
-    "ranks are in different calls of the optimizer: {}. All ranks must make the same calls",
-    _failures,
-)
-LAST_CALL = Kind(
-    ("number", "text"),
-    _last_call,
-    "ranks have made different calls of the optimizer: {}. All ranks must make the same",
-    _failures,
-)

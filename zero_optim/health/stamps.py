@@ -21,23 +21,20 @@ Note [What a count cannot tell]
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import NamedTuple, NoReturn, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from zero_optim.comm.agreement import Failure, failure_of, failure_of_others
+from zero_optim.comm.agreement import Failure, failure_of, hear_failure
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.frames import ranks_by_value, ranks_text
+from zero_optim.comm.frames import ranks_by_value, ranks_text, values_text
 from zero_optim.compat.streams import HostCopy
 from zero_optim.errors import RankMismatchError, RemoteRankError
 from zero_optim.health.stamp import (
-    LAST_CALL,
-    PRESENT_CALL,
     Arrivals,
     Header,
-    Kind,
     Read,
     Stamp,
+    find_error,
     send_stamp,
-    verdict,
 )
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.option_values import (
@@ -60,27 +57,20 @@ Sampled: TypeAlias = dict[str, str | None]  # an element of a gradient, by the p
 Origins: TypeAlias = Callable[[Options], tuple[Collection[OptionKey], Collection[OptionKey]]]
 
 
-class Replicas(NamedTuple):
-    """The other replicas of a mesh: ``tell`` sends them an error of this one. ``numbers``: of its ranks."""
-
-    tell: Callable[[BaseException], None]
-    numbers: Sequence[int]
-
-
 class Call(NamedTuple):
     """A call that changes and gathers parameters, such as ``step()``, and its exception on this rank."""
 
     name: str
     origins: Origins
     failure: BaseException | None = None
-    replicas: Replicas | None = None
+    tell_replicas: Callable[[BaseException], None] | None = None  # of a mesh, an error of this one
 
     @property
     def failure_text(self) -> str:
         """The exception, and what raised it; empty without one."""
         if self.failure is None:
             return ""
-        kind, message = failure_of(self.failure)
+        kind, message, _ = failure_of(self.failure)
         return f"{kind} in {self.name}: {message}"[:_LONGEST_TEXT]
 
 
@@ -92,7 +82,6 @@ class _Step:
     name: str
     digest: bytes
     options: Options
-    replicas: Replicas | None = None
     sampled: Sampled | None = None
     arrivals: Arrivals = field(default_factory=Arrivals)
     is_raised: bool = False
@@ -107,8 +96,8 @@ class _Step:
         return self._octets
 
     def read_uniform(self, read: Read) -> bool:
-        """Whether this rank went on well, and all that arrived is its own stamp."""
-        return self.failure is None and self.arrivals.are_uniform(read)
+        """Wait with ``read``; return whether nothing failed here, and all stamps are this rank's."""
+        return self.failure is None and self.arrivals.read_uniform(read)
 
     def fail(self, failure: BaseException) -> None:
         if self.failure is None:
@@ -145,7 +134,7 @@ class Stamps:
         digest, (sampled, self._sampled) = values.digest, (self._sampled, None)
         if sampled is not None:
             digest = blake2b(digest + repr(sampled).encode(), digest_size=DIGEST_NBYTES).digest()
-        self._step = _Step(number, call.name, digest, values.by_group, call.replicas, sampled)
+        self._step = _Step(number, call.name, digest, values.by_group, sampled)
         if call.failure is not None:
             self._step.fail(call.failure)
         self._unread.append(self._step)
@@ -169,17 +158,16 @@ class Stamps:
         """This rank's stamp of the last call."""
         return self._step.octets()
 
-    def raise_failures(self) -> None:
+    def raise_failures(self, group: RankGroup) -> None:
         """Raise RemoteRankError, once, if only other ranks failed in the last call, by stamps that came."""
         for step in self._unread:
             is_known = step.is_raised or step.failure is not None
             if is_known or not step.arrivals.are_here or step.read_uniform(HostCopy.read):
                 continue
-            replicas, stamps = step.replicas, step.arrivals.stamps(HostCopy.read)
-            error = verdict(PRESENT_CALL, stamps, replicas.numbers if replicas else (), step.name)
+            error = find_error(step.arrivals.read_stamps(HostCopy.read), group.numbers, step.name)
             if isinstance(error, RemoteRankError):
                 step.is_raised = True
-                _raise_in_replica(error, replicas)
+                raise error
 
     def compare(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
         """Compare the calls since the last comparison; all ranks call, and raise but where ``call`` failed.
@@ -190,9 +178,9 @@ class Stamps:
             step = self._unread.pop(0)
             if step.read_uniform(group.read):  # as nearly always
                 continue
-            stamps = step.arrivals.stamps(group.read)
+            stamps = step.arrivals.read_stamps(group.read)
             asks = with_last and step is self._step and len({each.number for each in stamps.values()}) == 1
-            error = self._verdict(PRESENT_CALL, group, step, stamps, call.origins, asks=asks)
+            error = self._find_error(group, step, stamps, step.name, call.origins, asks=asks)
             if error is not None:
                 self._reported = frozenset(stamps.values())
                 if call.failure is None and step.failure is None and not step.is_raised:
@@ -203,29 +191,30 @@ class Stamps:
         """Compare stamps of last calls that differ; all ranks call with the same, and raise, once."""
         if not self._reported.issuperset(stamps.values()):
             self._reported = frozenset(stamps.values())
-            error = self._verdict(LAST_CALL, group, self._step, stamps, call.origins, asks=True)
+            error = self._find_error(group, self._step, stamps, "", call.origins)
+            if error is not None and call.tell_replicas is not None:
+                call.tell_replicas(error)
             if error is not None:
-                _raise_in_replica(error, call.replicas)
+                raise error
 
-    def _verdict(
+    def _find_error(
         self,
-        kind: Kind,
         group: RankGroup,
         step: _Step,
         stamps: Mapping[int, Stamp],
+        call: str,
         origins: Origins,
         *,
-        asks: bool,
+        asks: bool = True,
     ) -> Exception | None:
-        """Return the error for every rank; all call. ``asks``: for messages of failures."""
-        call = step.name if kind is PRESENT_CALL else ""  # of the last call every rank has sent a stamp
-        error: Exception | None = verdict(kind, stamps, group.numbers, call)
+        """Return the error for every rank, as `find_error`; all call. ``asks``: for messages of failures."""
+        error = find_error(stamps, group.numbers, call)
         if isinstance(error, RemoteRankError) and asks:
-            return failure_of_others(group, step.failure) or error
-        is_well = not any(stamp.has_failed for stamp in stamps.values())
-        if error is None and is_well and len({stamp.digest for stamp in stamps.values()}) > 1:
-            return self._different_options(group, step, origins)
-        return error
+            return hear_failure(group, step.failure) or error
+        has_failed = any(stamp.has_failed for stamp in stamps.values())
+        if error is not None or has_failed or len({stamp.digest for stamp in stamps.values()}) < 2:
+            return error
+        return self._different_options(group, step, origins)
 
     def _different_gradients(self, group: RankGroup, name: str, sampled: list[Sampled]) -> Exception | None:
         for param in sampled[0] if all(each.keys() == sampled[0].keys() for each in sampled) else ():
@@ -243,7 +232,7 @@ class Stamps:
             far = _ROUNDING * max(map(abs, values))
             if all(abs(value - values[0]) <= far for value in values):
                 continue
-            each = "; ".join(f"{ranks_text(ranks)} has {text}" for text, ranks in by_value.items())
+            each = values_text(by_value)
             return RankMismatchError(
                 f"ranks have different gradients in {name}: one element of the gradient of {param}: {each}. "
                 "The step was taken, and each owner stepped with its own gradient. Let the backward pass "
@@ -283,12 +272,6 @@ class Stamps:
             "schedulers on all ranks alike, and load the same state on all. If they are meant to differ, "
             f"build it with own_options={names!r}"
         )
-
-
-def _raise_in_replica(error: Exception, replicas: Replicas | None) -> NoReturn:
-    if replicas is not None:
-        replicas.tell(error)
-    raise error
 
 
 def options_text(

@@ -28,7 +28,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import ranks_text
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.errors import RankMismatchError
-from zero_optim.health.stamp import Arrival, Arrivals, Kind, Send, Stamp, marked, send_stamp, verdict
+from zero_optim.health.stamp import Arrival, Arrivals, Send, Stamp, marked, parted, send_stamp
 from zero_optim.health.stamps import Call, Stamps
 
 _MOST_LATE = 8  # marks of gathers that an accelerator may not have ended
@@ -91,12 +91,13 @@ class UnitStamps:
             arrival = self._marked.popleft()
             if arrival.read_uniform(self._group.read):
                 continue
-            stamps = arrival.stamps(self._group.read) | {self._group.rank: Stamp.read(arrival.mine)}
-            error = verdict(Kind(("mark",), self._gather_text, _DIFFERENT), stamps, self._group.numbers)
-            if error is not None:
+            stamps = arrival.read_stamps(self._group.read) | {self._group.rank: Stamp.read(arrival.mine)}
+            numbers = self._group.numbers
+            parts = parted({numbers[rank]: stamp for rank, stamp in stamps.items()}, "mark")
+            if parts:
                 self._marked.clear()
-                self._difference = str(error)
-                raise error
+                self._difference = _DIFFERENT.format("; ".join(self._gather_text(*part) for part in parts))
+                raise RankMismatchError(self._difference)
 
     def _gather_text(self, ranks: Sequence[int], stamp: Stamp) -> str:
         number, purpose = divmod(stamp.mark - 1, len(_PURPOSES))
@@ -117,7 +118,7 @@ class UnitStamps:
             self._compare()
 
     def _compare(self) -> None:
-        self._last.update(self._told.stamps(self._group.read))
+        self._last.update(self._told.read_stamps(self._group.read))
         self._told.clear()
         if len({stamp[1:] for stamp in self._last.values()}) > 1:
             last = {rank: stamp._replace(mark=0) for rank, stamp in self._last.items()}

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from zero_optim.iteration.overlap import Overlap
 from zero_optim.iteration.tasks import StepTask
 from zero_optim.state import rebinding
 from zero_optim.state.core import Core
-from zero_optim.step.amp import Scaling, drop_scale, is_skipped_by_all
+from zero_optim.step.amp import Scaling, drop_scale
 from zero_optim.step.clip import ClipArguments, clip_together
 from zero_optim.step.join import Status, exchange, ranks_that
 
@@ -90,8 +90,8 @@ class Iteration:
         if not is_ready and core.owned.takes_closures:
             return None, SharedCall(core.group, closure, partial(core.compare_unreduced, in_join=False)), None
         try:
-            together = nullcontext() if in_join else failing_together(core.group)
-            with torch.enable_grad(), together:  # gradients are needed before the class's own step begins
+            # Gradients are needed before the class's own step begins.
+            with torch.enable_grad(), failing_together(None if in_join else core.group):
                 return closure(), None, None
         except Exception as error:
             if not in_join or self._overlap is not None:
@@ -112,7 +112,7 @@ class Iteration:
                     core.compare_unreduced(in_join=in_join)
                 if in_join:
                     core.check_gradients()
-                scaling = Scaling.of(optimizer, scaler)
+                scaling = Scaling.read(optimizer, scaler)
             except Exception as error:  # noqa: BLE001 - told to the others, and raised on every rank
                 failure = error
         if scaling is None and failure is None and not in_join:
@@ -263,7 +263,7 @@ class Iteration:
                 params, pieces, _ = self.joins.lendable()
                 clip_together(group, params, pieces, ClipArguments.received(arguments))
                 statuses = exchange(group, Status.JOINED)
-            if is_skipped_by_all(statuses):
+            if ranks_that(statuses, Status.INFINITE):
                 return
             self.joins.lend(group, statuses)
             self._step_rows()

@@ -32,9 +32,9 @@ class Traits:
         """Return what the class tolerates, as bools for ranks to combine."""
         return [self.counting is None, self.shape_use is None, not self.moves_frozen]
 
-    def combined(self, said_by_all: Sequence[bool]) -> "Traits":
+    def combined(self, common: Sequence[bool]) -> "Traits":
         """Return the traits of all ranks, from whether all say yes to each of `answers`."""
-        in_parts, in_pieces, spares_frozen = said_by_all
+        in_parts, in_pieces, spares_frozen = common
         return replace(
             self,
             counting=None if in_parts else self.counting or ELSEWHERE,

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_optim.errors import StalledError, is_heard_of
+from zero_optim.errors import StalledError, is_remote
 from zero_optim.run.host import end_with_parent, use_loopback
 from zero_optim.run.stacks import answer_with_stacks, traceback_text
 
@@ -195,7 +195,7 @@ def decode_call(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def order_of(error: BaseException) -> int:
     """Return a failure's place: 1 of this rank itself; 3 of another rank; 2 a 3 in the handling of a 1."""
     is_closed = isinstance(error, RuntimeError) and any(words in str(error) for words in _CLOSED)
-    if not is_heard_of(error) and not is_closed:
+    if not is_remote(error) and not is_closed:
         return 1
     # What a wait raised is `__cause__`; what was raised before the wait began is the context of that.
     waited = error.__cause__ or error
@@ -207,7 +207,7 @@ def let_the_cause_end_first(error: BaseException, all_have_reported: Callable[[]
     """Delay this rank's end, after which the launcher ends all, if it only heard of another's failure."""
     if order_of(error) == 1:
         return
-    is_certain = is_heard_of(error) and not isinstance(error, StalledError)
+    is_certain = is_remote(error) and not isinstance(error, StalledError)
     deadline = monotonic() + (CAUSE if is_certain else _LOST)
     while monotonic() < deadline and not all_have_reported():
         sleep(_POLL)

@@ -19,7 +19,7 @@ Note [Failures in a step]
     if that is a usual one. On an accelerator, or with lazy gathers, they raise in a later call.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -32,9 +32,10 @@ from zero_optim.comm.lanes import Lease, host_lanes_beside
 from zero_optim.comm.pending import Pending
 from zero_optim.compat.engine import eager
 from zero_optim.compat.streams import is_asynchronous
+from zero_optim.errors import RemoteRankError
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.schedule import ZERO1, Moment, Operation, Placement, Schedule
-from zero_optim.health.stamps import Call, Replicas, Stamps
+from zero_optim.health.stamps import Call, Stamps
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.shard.bucket import Bucket, copy_out
 from zero_optim.shard.gathers import gains_by_lanes, may_use_lanes, start_gather
@@ -86,7 +87,7 @@ class Engine:
         self.is_on_cpu = True
         self.under_way = Flow()  # gathers that a later moment waits for, by bucket
         self.stamps: Stamps | None = None  # none in a group of one
-        self.replicas: Replicas | None = None  # of a mesh
+        self.replicas: Callable[[BaseException], None] | None = None  # of a mesh
         self._recipe = ZERO1  # of buckets that every rank keeps whole
         self._readers: list[frozenset[Tensor]] = []  # parameters of models whose modules wait for gathers
         self._lanes: Lease | None = None  # for owners, see Note [A lane an owner] in `gathers`
@@ -120,14 +121,14 @@ class Engine:
         self.group, self.replicas, self._recipe = self.group.let_go(), None, ZERO1
         self._choose()
 
-    def join_replicas(self, replicas: Replicas) -> None:
-        """Send errors of failed steps to the other replicas of a mesh, which hold no optimizer."""
-        self.replicas = replicas
+    def join_replicas(self, tell: Callable[[BaseException], None]) -> None:
+        """Send errors of failed steps to the other replicas of a mesh; ``tell`` holds no optimizer."""
+        self.replicas = tell
 
     def tell_replicas(self, error: BaseException) -> None:
         """Send an exception that all ranks here raise to the other replicas."""
         if self.replicas is not None:
-            self.replicas.tell(error)
+            self.replicas(error)
 
     # ------------------------------------------------------------------ buckets, and their rows of the table
 
@@ -339,8 +340,12 @@ class Engine:
 
     def raise_failures(self) -> None:
         """Raise, once, if a rank is known to have failed in the last call."""
-        if self.stamps is not None:
-            self.stamps.raise_failures()
+        try:
+            if self.stamps is not None:
+                self.stamps.raise_failures(self.group)
+        except RemoteRankError as error:
+            self.tell_replicas(error)
+            raise
 
 
 _RUN = {operation: getattr(Engine, f"_{operation.value}") for operation in Operation}

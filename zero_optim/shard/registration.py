@@ -8,14 +8,12 @@ Note [An optimizer that comes later]
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import nullcontext
 from itertools import chain
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import agree_between_replicas
 from zero_optim.plan.groups import ParamGroup, describe_options
@@ -134,10 +132,6 @@ class Registration:
                 for param, value in wide.values.items():
                     if param in bucket_of:
                         bucket_of[param].take_in(param, value)
-
-    def failing_together(self) -> Any:  # noqa: ANN401 - a context
-        """Return a context that raises on all ranks of a mesh if one raises."""
-        return nullcontext() if self.everyone is None else failing_together(self.everyone)
 
     def agree(self, groups: Sequence[ParamGroup], about: Sequence[str], plan: Plan) -> None:
         """Check that the replicas of a mesh have equal optimizers; all their ranks call."""

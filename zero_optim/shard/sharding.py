@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from zero_optim.comm.agreement import agreeing, failing_together, said_by_all
+from zero_optim.comm.agreement import agreeing, combine_answers, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.costs import Cost
 from zero_optim.plan.groups import (
@@ -126,7 +126,7 @@ class Sharding:
         """Plan again until all ranks accept every cut; all ranks call."""
         whole_because: list[str | None] = [None] * len(plan.pieces)
         while plan.is_cut:
-            borne = said_by_all(self._group, [reason is None for reason in reasons])
+            borne = combine_answers(self._group, [reason is None for reason in reasons])
             refused = [
                 None if may else reason or ELSEWHERE for may, reason in zip(borne, reasons, strict=True)
             ]

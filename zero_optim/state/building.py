@@ -34,8 +34,8 @@ def build(
     read_by: torch.nn.Module | None,
 ) -> tuple[Core, Callback | None]:
     """Plan, agree on the plan, and build; all ranks call. Returns the parts, and a callback or None."""
-    together = registration_in(params).failing_together
-    with together():
+    everyone = registration_in(params).everyone
+    with failing_together(everyone):
         with failing_together(group):
             group.check_serves(params)
             options.check_flags()
@@ -58,7 +58,7 @@ def build(
     registration.agree(groups, about, plan)
     inputs.note(groups, own, plan.costs)
     pieces = sharding.owned(every, plan)
-    with together():
+    with failing_together(everyone):
         buckets = sharding.make_row_buckets(every, plan, registration.reusable())
         if registration.is_open:
             registration.fill(buckets)

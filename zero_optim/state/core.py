@@ -119,7 +119,7 @@ class Core:
 
     def call(self, name: str, failure: BaseException | None = None) -> Call:
         """Describe a call for stamps, with its exception on this rank."""
-        return Call(name, self.owned.local.origins, failure, self.engine.replicas)
+        return Call(name, self.owned.local.origins, failure, self.engine.tell_replicas)
 
     def refresh(self) -> None:
         """Take over what the user changed in parameters and groups, as `Engine.refresh`."""

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.comm.agreement import agree, check_flags, failing_together, ranks_of
+from zero_optim.comm.agreement import agree, check_flags, failing_together, take_group
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import ranks_by_value, ranks_text
 from zero_optim.errors import LostStateError, RankMismatchError
@@ -47,7 +47,7 @@ _MOST_NAMED = 5  # parameters in a message
 
 def new_group(core: Core, process_group: dist.ProcessGroup | None) -> RankGroup:
     """Return the ranks of a process group, with the options and counts of the former one."""
-    group = ranks_of(process_group)
+    group = take_group(process_group)
     return replace(RankGroup.of(group.process_group, core.params), phase=core.ranks.phase)
 
 

@@ -28,7 +28,7 @@ class Scaling:
     scaler: torch.amp.GradScaler | None
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, scaler: object) -> "Scaling | None":
+    def read(cls, optimizer: torch.optim.Optimizer, scaler: object) -> "Scaling | None":
         """Read the scaler passed to ``step()``, or the optimizer's attributes; None without. No wait."""
         if scaler is None:
             found_inf, scale = vars(optimizer).get("found_inf"), vars(optimizer).get("grad_scale")
@@ -53,8 +53,8 @@ class Scaling:
     def back_off_together(
         self, optimizer: torch.optim.Optimizer, statuses: Sequence[Status], rank: int
     ) -> bool:
-        """Make this rank's scaler back off if all ranks skip the step; return whether. Raises as below."""
-        if not is_skipped_by_all(statuses):
+        """Make this rank's scaler back off if any found an infinity; return whether all skip the step."""
+        if not ranks_that(statuses, Status.INFINITE):
             return False
         if Status.INFINITE not in statuses[rank] and self.scaler is not None:
             for found in private.found_inf_per_device(self.scaler, optimizer).values():
@@ -79,22 +79,7 @@ class Scaling:
             private.amp_foreach_non_finite_check_and_unscale_(grads, ignored, brought_to(inverse, device))
 
 
-def is_skipped_by_all(statuses: Sequence[Status]) -> bool:
-    """Return whether all ranks skip the step; RuntimeError on every rank if a scaler cannot be informed."""
-    infinite = ranks_that(statuses, Status.INFINITE)
-    deaf = sorted({*ranks_that(statuses, Status.DEAF)} - {*infinite})
-    if infinite and deaf:
-        raise RuntimeError(
-            f"the scalers of ranks {infinite} found an infinite gradient, those of ranks {deaf} did not, and "
-            "would go on with another scale: reduce gradients before a scaler looks at them, as DDP does"
-        )
-    return bool(infinite)
-
-
 def drop_scale(optimizer: torch.optim.Optimizer) -> bool:
     """Remove a scaler's attributes before ``step()`` raises; return whether there were any."""
-    is_scaled = "found_inf" in vars(optimizer)
-    if is_scaled:
-        for name in ("found_inf", "grad_scale"):
-            vars(optimizer).pop(name, None)
-    return is_scaled
+    found_inf, _ = (vars(optimizer).pop(name, None) for name in ("found_inf", "grad_scale"))
+    return found_inf is not None

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_optim.comm.agreement import agree, check_flags, failing_together
+from zero_optim.comm.agreement import agree, check_flags, one_error
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import bytes_to_tensor, tensor_to_bytes
 from zero_optim.compat import private
@@ -140,9 +140,7 @@ def _global_norm(
     has_grad = [norms is not None and grad is not None for grad in grads]
     everyone, values = _exchanged(group, heading, has_grad, norms, max(map(len, owned)), device)
     if any(heading[0] for heading, _ in everyone):
-        with failing_together(group):
-            if failure is not None:
-                raise failure
+        raise one_error(group, failure)
     if len({heading for heading, _ in everyone}) > 1:
         agree(group, [str(arguments)], "the arguments of clip_grad_norm_")
     of_param: dict[int, list[int]] = {}  # places of norms, by rank, which is the order of rows

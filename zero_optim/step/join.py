@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_optim.comm.agreement import failing_together
+from zero_optim.comm.agreement import failing_together, one_error
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import decode, encode
 from zero_optim.comm.frames import bytes_to_tensor
@@ -45,15 +45,20 @@ def exchange(
     received = group.read(HostCopy(group.all_gather_rows(mine))).flatten()
     statuses = list(map(Status, received.tolist()))
     if any(Status.FAILED in each for each in statuses):
-        with failing_together(group):
-            if failure is not None:
-                raise failure
+        raise one_error(group, failure)
     clipping = ranks_that(statuses, Status.CLIPS)
     stepping = [rank for rank, each in enumerate(statuses) if not each & (Status.CLIPS | Status.JOINED)]
     if clipping and stepping:
         raise RuntimeError(
             f"inside Join ranks {clipping} called clip_grad_norm_(), and ranks {stepping} stepped: every "
             "rank that has inputs left must do all"
+        )
+    infinite = ranks_that(statuses, Status.INFINITE)
+    deaf = sorted({*ranks_that(statuses, Status.DEAF)} - {*infinite})
+    if infinite and deaf:
+        raise RuntimeError(
+            f"the scalers of ranks {infinite} found an infinite gradient, those of ranks {deaf} did not, and "
+            "would go on with another scale: reduce gradients before a scaler looks at them, as DDP does"
         )
     return statuses
 
@@ -73,7 +78,7 @@ def lend_gradients(
 ) -> Any:  # noqa: ANN401 - what the lender gave
     """Send joined ranks options, and gradients of their rows, from the lowest active one; all ranks call."""
     have_joined = ranks_that(statuses, Status.JOINED)
-    if not have_joined or len(have_joined) == group.size:
+    if len(have_joined) in (0, group.size):
         return None
     lender = next(rank for rank in range(group.size) if rank not in have_joined)
     parcels, received = [], None
