@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import UninitializedParameter
@@ -162,10 +161,16 @@ def sparse_names(module: nn.Module) -> set[str]:
     }
 
 
-def check_arguments(
-    wrapper: type, accumulate: object, options: Mapping[str, object], refused: Mapping[str, str]
+def check_wrapping(
+    wrapper: type,
+    module: object,
+    optimizer: ZeroRedundancyOptimizer | None,
+    accumulate: object,
+    process_group: object,
+    options: Mapping[str, object],
+    refused: Mapping[str, str],
 ) -> None:
-    """Raise TypeError for an unknown or ``refused`` option, ValueError for a wrong ``accumulate``."""
+    """Refuse what a sharding wrapper does not take, with the reasons for the ``refused`` options."""
     if accumulate not in ("owner", "local"):
         raise ValueError(f'expected accumulate to be "owner" or "local", got {accumulate!r}')
     for name in options:
@@ -175,10 +180,6 @@ def check_arguments(
             arguments = inspect.signature(wrapper).parameters.values()
             keywords = {argument.name for argument in arguments if argument.kind is argument.KEYWORD_ONLY}
             raise TypeError(f"expected options among {', '.join(sorted({*OPTIONS, *keywords}))}, got {name}")
-
-
-def check_module(module: object) -> None:
-    """Refuse what is no module, or reduces gradients itself."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a module to wrap, got {type(module).__name__}")
     if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in module.modules()):
@@ -186,11 +187,11 @@ def check_module(module: object) -> None:
             "the module is, or contains, a DistributedDataParallel, which reduces gradients itself: wrap "
             "what is inside of it, its .module"
         )
+    if optimizer is not None:
+        check_optimizer(module, optimizer, process_group)
 
 
-def check_optimizer(
-    module: nn.Module, optimizer: ZeroRedundancyOptimizer, process_group: dist.ProcessGroup | None
-) -> None:
+def check_optimizer(module: nn.Module, optimizer: ZeroRedundancyOptimizer, process_group: object) -> None:
     """Refuse an optimizer of another group, without all parameters, or that waits for a comm hook."""
     if process_group is not None and process_group is not optimizer.ranks.process_group:
         raise ValueError(

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zero_optim.comm.agreement import agree, failing_together, ranks_of
+from zero_optim.comm.agreement import agreeing, failing_together, ranks_of
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.ddp.full.choice import Units, choose_units
 from zero_optim.ddp.full.filling import (
@@ -36,19 +37,25 @@ from zero_optim.ddp.full.filling import (
     leave_meta,
     take_values_of_first,
 )
-from zero_optim.ddp.full.guards import refuse_shared_memory
-from zero_optim.ddp.full.module_hooks import units_of
+from zero_optim.ddp.full.guards import refuse_conversions, refuse_shared_memory
+from zero_optim.ddp.full.in_use import UnitsInUse
+from zero_optim.ddp.full.module_hooks import hook_up, units_of
 from zero_optim.ddp.full.precision import PrecisionPolicy
+from zero_optim.ddp.full.unit import OUTERMOST, Unit
+from zero_optim.ddp.owners.owner_reducer import OwnerReducer
+from zero_optim.ddp.reducer.assignment import ReducerOptions
+from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.ddp.wrapper_checks import (
     REFUSED,
-    check_arguments,
-    check_module,
-    check_optimizer,
+    check_wrapping,
     seen_params,
     sparse_names,
 )
+from zero_optim.health.stamps import Stamps
+from zero_optim.health.unit_stamps import UnitStamps
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.bucket import Bucket
+from zero_optim.shard.gathers import UnitGathers
 from zero_optim.shard.registration import Registration, is_registered
 from zero_optim.shard.row_storage import storage_for
 from zero_optim.shard.store import Store
@@ -183,6 +190,74 @@ class UnitConstruction:
         UnitFiller(group, self.choice, rows, unfilled, init, former, syncs=syncs).fill(self.module)
         core.owned.leaves.keep(rows)
 
+    def make_units(self, trained: Sequence[Tensor]) -> list[Unit]:
+        """Make the units, by number; ``trained`` are the parameters with gradients, in order."""
+        index_of = {param: index for index, param in enumerate(trained) if param.requires_grad}
+        units = []
+        named = zip(self.choice.names, self.choice.modules, self.registration.buckets, strict=True)
+        for number, (name, module, buckets) in enumerate(named):
+            params = [param for bucket in buckets for param in bucket.params]
+            has_frozen = any(param not in index_of for param in params)
+            used = module.parameters() if has_frozen else params
+            waits_for = frozenset(index_of[param] for param in used if param in index_of)
+            units.append(Unit(number, name or OUTERMOST, buckets, waits_for, has_frozen))
+        return units
+
+    def make_reducer(
+        self,
+        optimizer: ZeroRedundancyOptimizer,
+        mesh: RankMesh | None,
+        options: Mapping[str, Any],
+        wanted: Callable[[bool], bool | None],
+    ) -> OwnerReducer:
+        """Make the reducer, with the wrapper's options; all ranks call, and it communicates."""
+        pairs, with_sparse = seen_params(self.module), sparse_names(self.module)
+        trained = [(name, param) for name, param in pairs if param.requires_grad]
+        if not trained and self.stands_in:  # only evaluated: a reducer that will never get a gradient
+            trained = [(name, param) for name, param in pairs if param.is_floating_point()]
+        reducer_options = ReducerOptions(
+            bucket_caps_nbytes=(optimizer.core.sharding.cap_nbytes,),
+            find_unused_parameters=bool(options.get("find_unused_parameters", False)),
+            static_graph=bool(options.get("static_graph", False)),
+            reduce_dtype=self.policy.reduce_dtype,
+            timeout=options.get("timeout"),
+            on_stall=options.get("on_stall", "raise"),
+        )
+        sparse = [name for name, _ in trained if name in with_sparse]
+        outermost = {param for param, number in self.choice.unit_of.items() if not number}
+        frozen = [param for _, param in trained if not param.requires_grad]
+        try:
+            for param in frozen:
+                param.requires_grad_(True)
+            return OwnerReducer(
+                trained,
+                optimizer,
+                reducer_options,
+                sparse=sparse,
+                wanted=wanted,
+                mesh=mesh,
+                outermost=outermost,
+            )
+        finally:
+            for param in frozen:
+                param.requires_grad_(False)
+
+    def make_gathers(self, optimizer: ZeroRedundancyOptimizer) -> UnitGathers:
+        """Make the gathers of units; all ranks call, and it communicates."""
+        ranks, core, registration = optimizer.ranks, optimizer.core, self.registration
+        names = [f"unit {name}" if name else OUTERMOST for name in self.choice.names]
+        named = zip(names, registration.buckets, strict=True)
+        labels = {bucket.params[0]: name for name, buckets in named for bucket in buckets}
+        lanes = lanes_for_rows(ranks, registration.params)
+        stamps = core.engine.stamps or Stamps()  # the latter in a group of one
+        return UnitGathers(ranks, lanes, UnitStamps(labels, core.group, stamps, weakly(core.call)))
+
+    def hook_up(self, units: UnitsInUse) -> None:
+        """Register the hooks of modules, and refuse conversions from now on."""
+        self.policy.hook_up(self.choice.modules)
+        hook_up(self.choice, units)
+        refuse_conversions(self.module, self.registration.params)
+
     def give_up(self) -> None:
         """Leave the model as it was, if it was not filled; does not communicate."""
         if not self._is_filled:
@@ -200,70 +275,56 @@ def construct(
     at_exit: ExitStack,
 ) -> tuple[UnitConstruction, ZeroRedundancyOptimizer, RankMesh | None]:
     """Check a wrapper's arguments; return its units, not filled yet, an optimizer, and the mesh. All call."""
-    group, mesh, process_group = None, None, arguments.process_group
-    if optimizer is not None:
-        mesh = RankMesh.of(arguments.mesh, optimizer.ranks)
-        group = optimizer.ranks if mesh is None else mesh.everyone
-    ranks = RanksToBe(arguments.mesh, process_group, group)
-    with ranks.failing_together():
-        check_arguments(wrapper, arguments.accumulate, options, OF_PYTORCH)
-        check_module(module)
-        if optimizer is not None:
-            check_optimizer(module, optimizer, process_group)
-            if has_meta(module):
-                raise ValueError(
-                    "a part of the model is on the meta device: wrap it without an optimizer, then build "
-                    "the optimizer with wrapped.parameters()"
-                )
+    mesh, process_group = arguments.mesh, arguments.process_group
+    if optimizer is None:
+        rank_mesh, groups = None, _ranks_to_be(mesh, process_group)
+    else:
+        rank_mesh = RankMesh.of(mesh, optimizer.ranks)
+        groups = [optimizer.ranks if rank_mesh is None else rank_mesh.everyone]
+    with _agreeing(groups, f"the arguments of {wrapper.__name__}") as items:
+        check_wrapping(wrapper, module, optimizer, arguments.accumulate, process_group, options, OF_PYTORCH)
+        if optimizer is not None and has_meta(module):
+            raise ValueError(
+                "a part of the model is on the meta device: wrap it without an optimizer, then build "
+                "the optimizer with wrapped.parameters()"
+            )
         construction = UnitConstruction(module, arguments, change_optimizer)
         at_exit.callback(construction.give_up)
         construction.take(optimizer)
         refuse_shared_memory(module, construction.registration.params)
-    items = [
-        f"accumulate={arguments.accumulate!r}",
-        f"mixed_precision: {construction.policy.describe()}",
-        f"offload={construction.registration.store.rows.description}",
-    ]
-    ranks.agree(items, f"the arguments of {wrapper.__name__}")
+        items += [
+            f"mesh={mesh.mesh.tolist() if isinstance(mesh, DeviceMesh) else mesh!r}",
+            f"accumulate={arguments.accumulate!r}",
+            f"mixed_precision: {construction.policy.describe()}",
+            f"offload={construction.registration.store.rows.description}",
+        ]
     if optimizer is None:
-        with ranks.failing_together():
-            optimizer = construction.stand_in(ranks.process_group, options)
-        mesh = RankMesh.of(arguments.mesh, optimizer.ranks)
-    return construction, optimizer, mesh
+        if process_group is None and isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
+            process_group = mesh.get_group(1)
+        with _agreeing(groups, "the optimizer that holds the rows"):
+            optimizer = construction.stand_in(process_group, options)
+        rank_mesh = RankMesh.of(mesh, optimizer.ranks)
+    return construction, optimizer, rank_mesh
 
 
-class RanksToBe:
-    """The ranks of a wrapper, also before there is an optimizer that has them."""
+def _ranks_to_be(mesh: object, process_group: object) -> list[RankGroup]:
+    """Return the ranks of a wrapper before an optimizer has them; of a mesh its columns, then its rows."""
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
+        return [ranks_of(process_group)]
+    if mesh.mesh.numel() == dist.get_world_size():
+        return [ranks_of(None)]  # so that a rank without a mesh is heard too
+    return [ranks_of(mesh.get_group(dim)) for dim in (0, 1)]
 
-    def __init__(self, mesh: object, process_group: object, group: RankGroup | None = None) -> None:
-        self._mesh = f"mesh={mesh.mesh.tolist() if isinstance(mesh, DeviceMesh) else mesh!r}"
-        self.process_group = process_group
-        if group is not None:
-            self.groups = [group]
-            return
-        if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
-            self.groups = [ranks_of(process_group)]
-            return
-        if process_group is None:
-            self.process_group = mesh.get_group(1)
-        if mesh.mesh.numel() == dist.get_world_size():
-            self.groups = [ranks_of(None)]  # so that a rank without a mesh is heard too
-        else:
-            self.groups = [ranks_of(mesh.get_group(dim)) for dim in (0, 1)]
 
-    @contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """Raise on all ranks if the body raised on any: in rows of a mesh, then columns."""
-        with ExitStack() as stack:
-            for group in self.groups:
-                stack.enter_context(failing_together(group))
-            yield
-
-    def agree(self, items: Sequence[str], what: str) -> None:
-        """Check that all ranks have the same items and mesh; RankMismatchError on all."""
-        for group in self.groups:
-            with self.failing_together():
-                agree(group, [self._mesh, *items], what)
+@contextmanager
+def _agreeing(groups: Sequence[RankGroup], what: str) -> Iterator[list[str]]:
+    """Do as `agreeing` in all groups, the last one first; yields the items."""
+    items: list[str] = []
+    with ExitStack() as stack:
+        agreed = [stack.enter_context(agreeing(group, what)) for group in groups]
+        yield items
+        for each in agreed:
+            each.items += items
 
 
 def _refuse_others(optimizer: Optimizer, *_: object) -> None:

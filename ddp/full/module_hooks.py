@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from zero_optim.comm.agreement import raise_together
 from zero_optim.ddp.full.choice import UnitChoice
 from zero_optim.ddp.full.in_use import UnitsInUse
-from zero_optim.ddp.full.state_hooks import UnitValues, hook_states
+from zero_optim.ddp.full.state_hooks import hook_states
 from zero_optim.shard.registration import is_registered
 
 
@@ -16,15 +16,15 @@ def hook_up(choice: UnitChoice, units: UnitsInUse) -> None:
     """Register the hooks of all modules that are units, or have parameters in one."""
     in_units = {param for unit in units.units for param in unit.params}
     number_of = {module: number for number, module in enumerate(choice.modules)}
-    values = [UnitValues(units, unit) for unit in units.units]
+    hooked = list[tuple[nn.Module, int]]()
     for module in units.model.modules():
         used = {choice.unit_of[param] for param in module.parameters(recurse=False) if param in in_units}
         numbers = {number_of[module]} if module in number_of else used & {0}
         for number in numbers:  # one at most
             units.unit_of[module] = units.units[number]
             units.watch(module, ends=True)
-        for number in sorted(used | numbers):
-            hook_states(module, values[number])
+        hooked += ((module, number) for number in sorted(used | numbers))
+    hook_states(units, hooked)
 
 
 def units_of(model: nn.Module) -> UnitsInUse | None:
@@ -80,6 +80,7 @@ def unsharded(module: nn.Module, *, writes: bool = True) -> Iterator[None]:
     hint = "no parameter of this {name} is sharded: wrap the model in FullyShardedDataParallel first"
     units = units_in_together(module, hint)
     params = set[Tensor](module.parameters())
-    numbers = [unit.number for unit in units.units if not params.isdisjoint(unit.params)]
-    with units.whole(numbers, writes=writes):
+    chosen = [unit for unit in units.units if not params.isdisjoint(unit.params)]
+    with units.on_request(chosen, as_kept=False) as request, units.pinned(chosen):
+        request.are_written = writes
         yield
