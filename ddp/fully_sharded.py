@@ -5,7 +5,7 @@ and to send each unit's number first would cost a collective for each gather.
 """
 
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -109,44 +109,39 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
         super().__init__()
         private.require("FullyShardedDataParallel")
         how = units, reshard_after_forward, guards_reads, offload, mixed_precision, accumulate
-        self._arguments = Arguments(*how, process_group, mesh, device, init)
+        arguments = Arguments(*how, process_group, mesh, device, init, options)
         self._accumulate, self._options = accumulate, options
         self.require_backward_grad_sync = self._sends_buffers = True
-        if optimizer is not None:
-            require_ours(optimizer)
-        context = nullcontext() if optimizer is None else optimizer.ranks.doing("FullyShardedDataParallel()")
         with ExitStack() as at_exit:
+            if optimizer is not None:
+                require_ours(optimizer)
+                at_exit.enter_context(optimizer.ranks.doing("FullyShardedDataParallel()"))
             change = weakly(self._change_optimizer)
-            with context:
-                self._construction, self._optimizer, self._mesh = construct(
-                    type(self), module, optimizer, self._arguments, options, change, at_exit
-                )
-            self._fill(module)
+            self._construction, self._optimizer, self._mesh = construct(
+                type(self), module, optimizer, arguments, change, at_exit
+            )
+            self._fill(module, arguments)
 
-    def _fill(self, module: nn.Module) -> None:
+    def _fill(self, module: nn.Module, arguments: Arguments) -> None:
         """Send the first rank's values, keep what each rank owns, and wrap; all ranks call."""
-        construction, options, everyone = self._construction, self._options, self._everyone
-        arguments = {"module": module, "process_group": everyone.process_group, **options}
-        limits = options.get("timeout"), options.get("on_stall", "raise")
-        agree_on_model(arguments, self, *limits, may_be_freed=True)
-        syncs = bool(options.get("init_sync", True))
-        construction.fill(self._optimizer, everyone, syncs=syncs)
-        if syncs and options.get("broadcast_buffers") is not False:
+        construction, everyone = self._construction, self._everyone
+        described = {"module": module, "process_group": everyone.process_group, **self._options}
+        agree_on_model(described, self, **arguments.limits, may_be_freed=True)
+        construction.fill(self._optimizer, everyone)
+        if arguments.syncs and self._options.get("broadcast_buffers") is not False:
             take_values_of_first(everyone.during("agree"), seen_buffers(module))
         construction.policy.cast_for_good(module, ignored_names(module))
         self.module = module
-        self._frozen = FrozenParams([pair for pair in seen_params(module) if not pair[1].requires_grad])
-        sharded = construction.registration.params
-        self._versions = {p: -1 for _, p in seen_params(module) if not p.requires_grad and p not in sharded}
+        frozen = [(name, param) for name, param in seen_params(module) if not param.requires_grad]
+        self._frozen, sharded = FrozenParams(frozen), construction.registration.params
+        self._versions = {param: -1 for _, param in frozen if param not in sharded}
         self._reducer = self._make_reducer()
-        self.units = UnitsInUse(self, construction.make_units(self._reducer.params), self._arguments)
+        self.units = construction.make_units(self, self._reducer.params)
         self._use_optimizer()
-        construction.hook_up(self.units)
         construction.registration.open(everyone if self._mesh else None, stands_in=construction.stands_in)
 
     def _make_reducer(self) -> OwnerReducer:
-        wanted = weakly(self._wants)
-        return self._construction.make_reducer(self._optimizer, self._mesh, self._options, wanted)
+        return self._construction.make_reducer(self._optimizer, self._mesh, weakly(self._wants))
 
     def _wants(self, was_expected: bool) -> bool:
         return was_expected and self.require_backward_grad_sync
@@ -281,7 +276,7 @@ def fully_shard(
         Exception: likewise, as `FullyShardedDataParallel`.
     """
     wrapper = FullyShardedDataParallel(module, optimizer, **options)
-    wrapper.units.keep_alive(wrapper)
+    wrapper.units.keepalive = wrapper  # nobody else holds it
     return module
 
 

@@ -28,7 +28,7 @@ from zero_optim.compat.engine import in_backward
 from zero_optim.ddp.full.guards import UnitMembers
 from zero_optim.ddp.full.launch_places import LaunchPlaces
 from zero_optim.ddp.full.saved_reads import SavedReads
-from zero_optim.ddp.full.unit import Passage, RequestedValues, Unit, UnitOrder
+from zero_optim.ddp.full.unit import Passage, Unit, UnitOrder, UnitValues
 from zero_optim.ddp.reducer.graph import on_gradient, replaced, tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.errors import RankMismatchError
@@ -107,10 +107,6 @@ class UnitsInUse(ModuleCalls, Uncopied):
     def use(self, group: RankGroup, engine: Engine, gathers: UnitGathers, places: LaunchPlaces) -> None:
         """Gather for this optimizer from now on; its ranks are the same as before."""
         self.group, self._engine, self.gathers, self._places = group, engine, gathers, places
-
-    def keep_alive(self, wrapper: "FullyShardedDataParallel") -> None:
-        """Hold the wrapper of a model that is sharded in place, which nobody else holds."""
-        self.keepalive = wrapper
 
     @property
     def buckets(self) -> list[RowBucket]:
@@ -304,13 +300,11 @@ class UnitsInUse(ModuleCalls, Uncopied):
             bucket.refresh()
 
     @contextmanager
-    def on_request(
-        self, units: Sequence[Unit], *, as_kept: bool, tells: bool = True
-    ) -> Iterator[RequestedValues]:
-        """Yield the values of units: whole parameters; ``as_kept``, in the owners' dtype. All ranks call.
+    def on_request(self, units: Sequence[Unit], *, as_kept: bool, tells: bool = True) -> Iterator[UnitValues]:
+        """Yield the values of units, to read or write: the parameters, made whole. All ranks call.
 
-        Where that is another dtype they lie beside the parameters: RuntimeError if any unit is pinned. If it
-        ``tells``, errors of the last step raise here.
+        ``as_kept``: in the owners' dtype, beside the parameters if these have another; RuntimeError if any
+        unit is pinned then. ``tells``: errors of the last step raise here.
         """
         held, wide, tells = list(units), list[WideBucket](), tells and not self.under_way
         if as_kept and any(unit.is_rounded for unit in units):
@@ -319,8 +313,8 @@ class UnitsInUse(ModuleCalls, Uncopied):
             self._engine.on(Moment.BEFORE_FORWARD, wide, _UnitTask(self, Purpose.AS_KEPT, tells=False))
         elif tells:
             self.gathers.stamps.begin_pass()
-        request = RequestedValues({param: value for each in wide for param, value in each.values.items()})
-        request.values.update((param, param) for unit in held for param in unit.params)
+        request = UnitValues({param: param for unit in held for param in unit.params})
+        request.values.update(pair for bucket in wide for pair in bucket.values.items())
         for unit in held:
             unit.holds += 1
         try:
@@ -334,7 +328,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
                 for bucket in wide or _buckets_of(held) if request.are_written else ():
                     bucket.take_written()
             finally:
-                if not in_backward():
+                if not (self._backward.is_under_way and in_backward()):  # which may need them
                     self._free_unused(held)
 
     @contextmanager

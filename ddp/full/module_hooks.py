@@ -39,26 +39,19 @@ def units_at(module: nn.Module) -> UnitsInUse | None:
 
 
 def units_in(module: object, hint: str) -> UnitsInUse:
-    """Return the units of a module of a fully sharded model; TypeError or ValueError if there are none."""
+    """Return the units of a module of a fully sharded model; TypeError or ValueError if none. All call."""
     if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a fully sharded model, or a module of one, got {type(module).__name__}")
+        name = type(module).__name__
+        raise_together(TypeError(f"expected a fully sharded model, or a module of one, got {name}"))
     units = units_of(module)
-    if units is not None:
-        return units
-    if any(map(is_registered, module.parameters())):
-        raise ValueError(
-            f"this {type(module).__name__} lies inside a unit of a fully sharded model, which is made whole "
-            "as one: give the module that is the unit, or one around it"
-        )
-    raise ValueError(hint.format(name=type(module).__name__))
-
-
-def units_in_together(module: object, hint: str) -> UnitsInUse:
-    """Return `units_in`; all ranks call, and all raise if one does."""
-    try:
-        return units_in(module, hint)
-    except (TypeError, ValueError) as error:
-        raise_together(error)  # the others wait
+    if units is None:
+        if any(map(is_registered, module.parameters())):
+            hint = (
+                "this {name} lies inside a unit of a fully sharded model, which is made whole as one: give "
+                "the module that is the unit, or one around it"
+            )
+        raise_together(ValueError(hint.format(name=type(module).__name__)))  # the others wait
+    return units
 
 
 @contextmanager
@@ -78,7 +71,7 @@ def unsharded(module: nn.Module, *, writes: bool = True) -> Iterator[None]:
         ValueError: likewise: no module in it is fully sharded.
     """
     hint = "no parameter of this {name} is sharded: wrap the model in FullyShardedDataParallel first"
-    units = units_in_together(module, hint)
+    units = units_in(module, hint)
     params = set[Tensor](module.parameters())
     chosen = [unit for unit in units.units if not params.isdisjoint(unit.params)]
     with units.on_request(chosen, as_kept=False) as request, units.pinned(chosen):

@@ -68,7 +68,7 @@ class Unit:
 
 
 @dataclass(slots=True, eq=False)
-class RequestedValues:
+class UnitValues:
     """The values of units, by parameter, for somebody to read or write."""
 
     values: dict[Tensor, Tensor]
