@@ -5,7 +5,7 @@ and to send each unit's number first would cost a collective for each gather.
 """
 
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -17,22 +17,14 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.compat import private
 from zero_optim.ddp.full.choice import Units
 from zero_optim.ddp.full.construction import Arguments, construct
-from zero_optim.ddp.full.filling import Init, take_values_of_first
-from zero_optim.ddp.full.guards import refuse_conversions
+from zero_optim.ddp.full.filling import Init, seen_buffers, send_buffers, take_values_of_first
 from zero_optim.ddp.full.in_use import UnitsInUse
 from zero_optim.ddp.full.launch_places import LaunchPlaces
-from zero_optim.ddp.full.module_hooks import hook_up, units_at
-from zero_optim.ddp.full.parts import (
-    make_gathers,
-    make_reducer,
-    make_units,
-    seen_buffers,
-    send_buffers,
-)
+from zero_optim.ddp.full.module_hooks import units_at
 from zero_optim.ddp.full.precision import PrecisionPolicy
 from zero_optim.ddp.full.sharded_state import load_local_state_dict, local_state
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
-from zero_optim.ddp.owners.owner_wrapper import Accumulate, OwnerWrapper
+from zero_optim.ddp.owners.sharded_module import Accumulate, ShardedModule
 from zero_optim.ddp.reducer.graph import replaced
 from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.ddp.wrapper_checks import agree_on_model, ignored_names, seen_params
@@ -41,7 +33,7 @@ from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.step.unreduced import FrozenParams
 
 
-class FullyShardedDataParallel(OwnerWrapper, nn.Module):
+class FullyShardedDataParallel(ShardedModule, nn.Module):
     """Keep each parameter on its owners alone, and gather it while it is used (ZeRO stage 3).
 
     The optimizer is built before or after, and the loop stays as it is::
@@ -92,6 +84,10 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
 
     units: UnitsInUse
     _reducer: OwnerReducer
+    _WITHOUT_JOIN = (
+        "ranks that ran out of inputs would have to gather the units that the others use. Give every rank as "
+        "many batches"
+    )
 
     def __init__(  # noqa: PLR0913 - keyword-only
         self,
@@ -113,68 +109,59 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         super().__init__()
         private.require("FullyShardedDataParallel")
         how = units, reshard_after_forward, guards_reads, offload, mixed_precision, accumulate
-        self._arguments = arguments = Arguments(*how, process_group, mesh, device, init)
+        arguments = Arguments(*how, process_group, mesh, device, init, options)
         self._accumulate, self._options = accumulate, options
         self.require_backward_grad_sync = self._sends_buffers = True
-        if optimizer is not None:
-            require_ours(optimizer)
-        context = nullcontext() if optimizer is None else optimizer.ranks.doing("FullyShardedDataParallel()")
         with ExitStack() as at_exit:
-            change_optimizer = weakly(self._change_optimizer)
-            with context:
-                self._construction, self._optimizer, self._mesh = construct(
-                    type(self), module, optimizer, arguments, options, change_optimizer, at_exit
-                )
-            self._fill(module)
+            if optimizer is not None:
+                require_ours(optimizer)
+                at_exit.enter_context(optimizer.ranks.doing("FullyShardedDataParallel()"))
+            change = weakly(self._change_optimizer)
+            self._construction, self._optimizer, self._mesh = construct(
+                type(self), module, optimizer, arguments, change, at_exit
+            )
+            self._fill(module, arguments)
 
-    def _fill(self, module: nn.Module) -> None:
+    def _fill(self, module: nn.Module, arguments: Arguments) -> None:
         """Send the first rank's values, keep what each rank owns, and wrap; all ranks call."""
-        construction, options, everyone = self._construction, self._options, self._everyone
-        arguments = {"module": module, "process_group": everyone.process_group, **options}
-        limits = options.get("timeout"), options.get("on_stall", "raise")
-        agree_on_model(arguments, self, *limits, may_be_freed=True)
-        syncs = bool(options.get("init_sync", True))
-        construction.fill(self._optimizer, everyone, syncs=syncs)
-        if syncs and options.get("broadcast_buffers") is not False:
+        construction, everyone = self._construction, self._everyone
+        described = {"module": module, "process_group": everyone.process_group, **self._options}
+        agree_on_model(described, self, **arguments.limits, may_be_freed=True)
+        construction.fill(self._optimizer, everyone)
+        if arguments.syncs and self._options.get("broadcast_buffers") is not False:
             take_values_of_first(everyone.during("agree"), seen_buffers(module))
         construction.policy.cast_for_good(module, ignored_names(module))
         self.module = module
-        self._frozen = FrozenParams([pair for pair in seen_params(module) if not pair[1].requires_grad])
-        units = construction.registration.params
-        self._versions = {p: -1 for _, p in seen_params(module) if not p.requires_grad and p not in units}
-        self._make_reducer()
-        self._optimizer.core.begin_training(self._mesh)
-        together = None if self._mesh is None else everyone
-        construction.registration.open(together, stands_in=construction.stands_in)
-        refuse_conversions(module, construction.registration.params)
+        frozen = [(name, param) for name, param in seen_params(module) if not param.requires_grad]
+        self._frozen, sharded = FrozenParams(frozen), construction.registration.params
+        self._versions = {param: -1 for _, param in frozen if param not in sharded}
+        self._reducer = self._make_reducer()
+        self.units = construction.make_units(self, self._reducer.params)
+        self._use_optimizer()
+        construction.registration.open(everyone if self._mesh else None, stands_in=construction.stands_in)
 
-    def _make_reducer(self) -> None:
-        optimizer, mesh, construction = self._optimizer, self._mesh, self._construction
-        self._reducer = reducer = make_reducer(
-            construction, optimizer, mesh, self._options, weakly(self._wants)
-        )
-        gathers = make_gathers(construction, optimizer)
-        is_new = not hasattr(self, "units")
-        if is_new:
-            self.units = UnitsInUse(self, make_units(construction, reducer.params), self._arguments)
-        places = LaunchPlaces(self.units.units, construction.choice.unit_of, reducer)
-        self.units.use(optimizer.ranks, optimizer.core.engine, gathers, places)
-        if is_new:
-            construction.policy.hook_up(construction.choice.modules)
-            hook_up(construction.choice, self.units)
-        reducer.follow(weakly(self.units.gradient_came), places.begin)
+    def _make_reducer(self) -> OwnerReducer:
+        return self._construction.make_reducer(self._optimizer, self._mesh, weakly(self._wants))
 
     def _wants(self, was_expected: bool) -> bool:
         return was_expected and self.require_backward_grad_sync
+
+    def _use_optimizer(self) -> None:
+        """Gather the optimizer's buckets, and launch the reducer's between gathers; all ranks call."""
+        gathers = self._construction.make_gathers(self._optimizer)
+        places = LaunchPlaces(self.units.units, self._construction.choice.unit_of, self._reducer)
+        self.units.use(self._optimizer.ranks, self._optimizer.core.engine, gathers, places)
+        self._reducer.follow(weakly(self.units.gradient_came), places.begin)
+        self._optimizer.core.begin_training(self._mesh)
 
     def _change_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizer = optimizer
         if self._mesh is not None:
             self._mesh = self._mesh.owned_by(optimizer.ranks)
-        optimizer.core.begin_training(self._mesh)
         self._reducer.close()
         unwatch(self._reducer)
-        self._make_reducer()
+        self._reducer = self._make_reducer()
+        self._use_optimizer()
 
     # ------------------------------------------------------------------ a forward pass
 
@@ -188,13 +175,13 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._reducer.begin_forward()
         if self._sends_buffers and self._options.get("broadcast_buffers") is not False:
-            send_buffers(self.module, self._reducer)
+            send_buffers(self.module, self._reducer.group)
         if not self._options.get("device_ids"):
             return None
         device = self._reducer.params[0].device
         return replaced(args, lambda each: each.to(device)), replaced(kwargs, lambda each: each.to(device))
 
-    def after_forward(self, output: object) -> object:
+    def after_forward(self, output: object) -> None:
         """Expect a backward pass; not called if the module has raised."""
         trains, syncs = torch.is_grad_enabled(), self.require_backward_grad_sync
         self._sends_buffers = trains and syncs
@@ -202,7 +189,6 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
             self._check_frozen()
             self._check_written()
             self._reducer.end_forward(output, syncs=syncs)
-        return output
 
     def _check_written(self) -> None:
         """Raise RuntimeError if the forward pass wrote NaN into frozen parameters, as freed ones show it."""
@@ -258,13 +244,6 @@ class FullyShardedDataParallel(OwnerWrapper, nn.Module):
         """
         load_local_state_dict(self.module, self.units, state_dict)
 
-    def join_hook(self, **kwargs: object) -> NoReturn:
-        """Refuse ``Join`` with a RuntimeError: a rank without inputs does not call the units of others."""
-        raise RuntimeError(
-            "FullyShardedDataParallel takes no part in Join: ranks that ran out of inputs would have to "
-            "gather the units that the others use. Give every rank as many batches"
-        )
-
     def detach(self) -> NoReturn:
         """Refuse with a RuntimeError to let go of the process group: no rank holds all parameters."""
         raise RuntimeError("FullyShardedDataParallel cannot be detached: save a checkpoint and build it anew")
@@ -297,7 +276,7 @@ def fully_shard(
         Exception: likewise, as `FullyShardedDataParallel`.
     """
     wrapper = FullyShardedDataParallel(module, optimizer, **options)
-    wrapper.units.keep_alive(wrapper)
+    wrapper.units.keepalive = wrapper  # nobody else holds it
     return module
 
 

@@ -1,27 +1,27 @@
 """`ShardedDataParallel`: data parallelism with sharded gradients, for a sharded optimizer."""
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_optim.comm.agreement import agree, failing_together
+from zero_optim.comm.agreement import agreeing, failing_together
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.compat.engine import eager
 from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
-from zero_optim.ddp.owners.owner_wrapper import Accumulate, OwnerWrapper
+from zero_optim.ddp.owners.sharded_module import Accumulate, ShardedModule
 from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.inbox import weakly
-from zero_optim.ddp.wrapper_checks import REFUSED, check_arguments, check_module, check_optimizer
+from zero_optim.ddp.wrapper_checks import REFUSED, check_optimizer, check_wrapping
 from zero_optim.iteration.joins import NO_JOIN
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 
 
-class ShardedDataParallel(OwnerWrapper, DistributedDataParallel):
+class ShardedDataParallel(ShardedModule, DistributedDataParallel):
     """Reduce each gradient to its owner alone during the backward pass (ZeRO stage 2).
 
     Use it in place of ``DistributedDataParallel``, with the optimizer built first::
@@ -75,6 +75,8 @@ class ShardedDataParallel(OwnerWrapper, DistributedDataParallel):
         RankMismatchError: on every rank: models or arguments differ; or the optimizers of two replicas.
     """
 
+    _WITHOUT_JOIN = NO_JOIN
+
     def __init__(
         self,
         module: nn.Module,
@@ -91,11 +93,9 @@ class ShardedDataParallel(OwnerWrapper, DistributedDataParallel):
                 _optimizer=optimizer, _accumulate=accumulate, _mesh=RankMesh.make(mesh, optimizer.ranks)
             )
             everyone = self._everyone
-            with failing_together(everyone):
-                check_arguments(type(self), accumulate, options, REFUSED)
-                check_module(module)
-                check_optimizer(module, optimizer, process_group)
-            agree(everyone, [f"accumulate={accumulate!r}"], "the arguments of ShardedDataParallel")
+            with agreeing(everyone, "the arguments of ShardedDataParallel") as agreed:
+                agreed.items.append(f"accumulate={accumulate!r}")
+                check_wrapping(type(self), module, optimizer, accumulate, process_group, options, REFUSED)
         base: Any = super()
         base.__init__(module, process_group=everyone.process_group, **options)
         optimizer.core.begin_training(self._mesh)
@@ -133,13 +133,8 @@ class ShardedDataParallel(OwnerWrapper, DistributedDataParallel):
             )
         ranks = self._optimizer.ranks
         with failing_together(ranks):
-            check_module(self.module)
             check_optimizer(self.module, self._optimizer, process_group)
         super().rebind(ranks.process_group)
-
-    def join_hook(self, **kwargs: object) -> NoReturn:
-        """Refuse ``Join`` with a RuntimeError: a rank without inputs has no gradients to reduce to owners."""
-        raise RuntimeError(f"ShardedDataParallel takes no part in Join: {NO_JOIN}")
 
     def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
         self.register_comm_hook(None, comm_hook_type)

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import UninitializedParameter
@@ -58,6 +57,32 @@ REFUSED = {
 }
 KNOWN = {*OPTIONS, *REFUSED, *_NOT_COMPARED, "forward_sync_buffers"}  # of PyTorch's constructor
 
+_PREFETCHES = "the next unit is always on its way while one is used; leave it out"
+_IGNORES = "freeze these parameters and leave them out of the optimizer: they stay whole on every rank"
+_OFFLOADS = 'offload="cpu" keeps what a rank owns on the CPU'
+_TAKES_FIRST = "every rank takes the values of rank 0; leave it out"
+
+# Options of PyTorch's wrappers that `FullyShardedDataParallel` does not take.
+REFUSED_FULLY = {
+    **REFUSED,
+    "auto_wrap_policy": "give the modules that are gathered together, or their classes, as units=",
+    "backward_prefetch": _PREFETCHES,
+    "cpu_offload": _OFFLOADS,
+    "device_id": "move the model before its first forward pass; for one on the meta device give device=",
+    "forward_prefetch": _PREFETCHES,
+    "ignored_modules": _IGNORES,
+    "ignored_params": _IGNORES,
+    "ignored_states": _IGNORES,
+    "limit_all_gathers": _PREFETCHES,
+    "mp_policy": "give it as mixed_precision=",
+    "offload_policy": _OFFLOADS,
+    "param_init_fn": "give it as init=",
+    "sharding_strategy": "parameters are sharded; reshard_after_forward=False keeps them whole until the "
+    "backward pass (SHARD_GRAD_OP), and mesh= makes replicas (HYBRID_SHARD)",
+    "sync_module_states": _TAKES_FIRST,
+    "use_orig_params": "parameters are always the model's own; leave it out",
+}
+
 
 def agree_on_model(
     arguments: dict[str, Any], user: object, timeout: object, on_stall: object, *, may_be_freed: bool = False
@@ -82,8 +107,7 @@ def _agree(
 ) -> None:
     module, syncs = arguments["module"], arguments.get("init_sync", True)
     with failing_together(group):
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"expected a module to wrap, got {type(module).__name__}")
+        _check_is_module(module)
         check_patience(timeout, on_stall)
         check_flags(init_sync=syncs)
         if arguments.get("mixed_precision") is not None:
@@ -117,6 +141,11 @@ def _agree(
             items += [f"arguments {options}, delayed: {delayed} by {delayed_by}, {limits}"]
             items += describe_params(pairs)
     agree(group, items, "the model to wrap")
+
+
+def _check_is_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a module to wrap, got {type(module).__name__}")
 
 
 def _check_devices(module: nn.Module, device_ids: object, output_device: object) -> None:
@@ -162,10 +191,16 @@ def sparse_names(module: nn.Module) -> set[str]:
     }
 
 
-def check_arguments(
-    wrapper: type, accumulate: object, options: Mapping[str, object], refused: Mapping[str, str]
+def check_wrapping(
+    wrapper: type,
+    module: nn.Module,
+    optimizer: ZeroRedundancyOptimizer | None,
+    accumulate: object,
+    process_group: object,
+    options: Mapping[str, object],
+    refused: Mapping[str, str],
 ) -> None:
-    """Raise TypeError for an unknown or ``refused`` option, ValueError for a wrong ``accumulate``."""
+    """Refuse what a sharding wrapper does not take, with the reasons for the ``refused`` options."""
     if accumulate not in ("owner", "local"):
         raise ValueError(f'expected accumulate to be "owner" or "local", got {accumulate!r}')
     for name in options:
@@ -175,22 +210,17 @@ def check_arguments(
             arguments = inspect.signature(wrapper).parameters.values()
             keywords = {argument.name for argument in arguments if argument.kind is argument.KEYWORD_ONLY}
             raise TypeError(f"expected options among {', '.join(sorted({*OPTIONS, *keywords}))}, got {name}")
-
-
-def check_module(module: object) -> None:
-    """Refuse what is no module, or reduces gradients itself."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a module to wrap, got {type(module).__name__}")
+    _check_is_module(module)
     if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in module.modules()):
         raise ValueError(
             "the module is, or contains, a DistributedDataParallel, which reduces gradients itself: wrap "
             "what is inside of it, its .module"
         )
+    if optimizer is not None:
+        check_optimizer(module, optimizer, process_group)
 
 
-def check_optimizer(
-    module: nn.Module, optimizer: ZeroRedundancyOptimizer, process_group: dist.ProcessGroup | None
-) -> None:
+def check_optimizer(module: nn.Module, optimizer: ZeroRedundancyOptimizer, process_group: object) -> None:
     """Refuse an optimizer of another group, without all parameters, or that waits for a comm hook."""
     if process_group is not None and process_group is not optimizer.ranks.process_group:
         raise ValueError(

@@ -25,6 +25,8 @@ from fully import (
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, fully_shard, unsharded
+from zero_optim.ddp.full.module_hooks import units_of
+from zero_optim.shard.places import is_freed
 
 KEPT: dict[str, Tensor] = {}  # what modules below keep outside of themselves
 
@@ -46,6 +48,19 @@ class Positions(nn.Module):
 
     def forward(self, count: int) -> Tensor:
         return self.weight[:count]
+
+
+class Looking(Block):
+    """Reads its parameters in the middle of its backward pass."""
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.up(self.norm(x))
+        hidden.register_hook(self.look)
+        return x + self.down(torch.relu(hidden))
+
+    def look(self, _: Tensor) -> None:
+        with nullcontext() if units_of(self) is None else unsharded(self, writes=False):
+            assert not any(map(is_freed, self.parameters()))
 
 
 class Placed(Block):
@@ -211,6 +226,9 @@ ODD = {
     "views in a dict": Odd(lambda: UsingViews(in_dict)),
     "units change their input and return nothing": Odd(InPlace),
     "a weight is read after all gradients": Odd(lambda: tower(Detaching(), Detaching())),
+    "a unit is read in its backward pass": Odd(
+        lambda: tower(Looking(), Looking()), options={"of_fully": {"guards_reads": False}}
+    ),
     "a loss computed in unsharded": Odd(loss=loss_in_unsharded),
     "kept in an attribute": Odd(lambda: routed("attribute"), kept),
     "kept, the whole loss": Odd(routed, kept_alone, UNUSED),

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zero_optim.comm.agreement import agree, failing_together, take_group
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.ddp.full.choice import Units, choose_units
 from zero_optim.ddp.full.filling import (
@@ -36,49 +37,32 @@ from zero_optim.ddp.full.filling import (
     leave_meta,
     take_values_of_first,
 )
-from zero_optim.ddp.full.guards import refuse_shared_memory
-from zero_optim.ddp.full.module_hooks import units_of
+from zero_optim.ddp.full.guards import refuse_conversions, refuse_shared_memory
+from zero_optim.ddp.full.in_use import UnitsInUse
+from zero_optim.ddp.full.module_hooks import hook_up, units_of
 from zero_optim.ddp.full.precision import PrecisionPolicy
+from zero_optim.ddp.full.unit import OUTERMOST, Unit
+from zero_optim.ddp.owners.owner_reducer import OwnerReducer
+from zero_optim.ddp.reducer.assignment import ReducerOptions
+from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.ddp.wrapper_checks import (
-    REFUSED,
-    check_arguments,
-    check_module,
-    check_optimizer,
+    REFUSED_FULLY,
+    check_wrapping,
     seen_params,
     sparse_names,
 )
+from zero_optim.health.stamps import Stamps
+from zero_optim.health.unit_stamps import UnitStamps
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.bucket import Bucket
+from zero_optim.shard.gathers import UnitGathers
 from zero_optim.shard.registration import Registration, is_registered
 from zero_optim.shard.row_storage import storage_for
 from zero_optim.shard.store import Store
 from zero_optim.state.rebinding import shard_parameters
 
-_PREFETCHES = "the next unit is always on its way while one is used; leave it out"
-_IGNORES = "freeze these parameters and leave them out of the optimizer: they stay whole on every rank"
-_OFFLOADS = 'offload="cpu" keeps what a rank owns on the CPU'
-_TAKES_FIRST = "every rank takes the values of rank 0; leave it out"
-
-# Options of PyTorch's wrappers that are not ours, each with what to do in its place.
-OF_PYTORCH = {
-    **REFUSED,
-    "auto_wrap_policy": "give the modules that are gathered together, or their classes, as units=",
-    "backward_prefetch": _PREFETCHES,
-    "cpu_offload": _OFFLOADS,
-    "device_id": "move the model before its first forward pass; for one on the meta device give device=",
-    "forward_prefetch": _PREFETCHES,
-    "ignored_modules": _IGNORES,
-    "ignored_params": _IGNORES,
-    "ignored_states": _IGNORES,
-    "limit_all_gathers": _PREFETCHES,
-    "mp_policy": "give it as mixed_precision=",
-    "offload_policy": _OFFLOADS,
-    "param_init_fn": "give it as init=",
-    "sharding_strategy": "parameters are sharded; reshard_after_forward=False keeps them whole until the "
-    "backward pass (SHARD_GRAD_OP), and mesh= makes replicas (HYBRID_SHARD)",
-    "sync_module_states": _TAKES_FIRST,
-    "use_orig_params": "parameters are always the model's own; leave it out",
-}
+if TYPE_CHECKING:
+    from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +79,17 @@ class Arguments:
     mesh: DeviceMesh | None
     device: torch.device | str | None
     init: Init | None
+    options: Mapping[str, Any]  # PyTorch's
+
+    @property
+    def syncs(self) -> bool:
+        """Whether all ranks take the values of rank 0."""
+        return bool(self.options.get("init_sync", True))
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The timeout, and what to do when a wait exceeds it."""
+        return {"timeout": self.options.get("timeout"), "on_stall": self.options.get("on_stall", "raise")}
 
     @property
     def num_kept(self) -> int | None:
@@ -116,7 +111,9 @@ class UnitConstruction:
         self,
         module: nn.Module,
         arguments: Arguments,
+        optimizer: ZeroRedundancyOptimizer | None,  # has the parameters to store; None for all
         change_optimizer: Callable[[ZeroRedundancyOptimizer], None],
+        at_exit: ExitStack,
     ) -> None:
         if units_of(module) is not None:
             raise ValueError(
@@ -135,38 +132,37 @@ class UnitConstruction:
         self._replaced = leave_meta(module, place)
         unit_of = {self._replaced.get(param, param): number for param, number in choice.unit_of.items()}
         self.choice = replace(choice, unit_of=unit_of)
-        self.registration = Registration(len(choice.modules), change_optimizer)
+        self.module, self.arguments = module, arguments
         self.stands_in = self._is_filled = False
-        self.module, self._arguments = module, arguments
+        self.registration = Registration(len(choice.modules), change_optimizer)
+        at_exit.callback(self._give_up)
         hook = register_optimizer_step_pre_hook(_refuse_others)
         weakref.finalize(self.registration, hook.remove).atexit = False
-
-    def take(self, optimizer: ZeroRedundancyOptimizer | None) -> None:
-        """Store the parameters that an optimizer has, None for all; does not communicate."""
-        names = {param: name for name, param in seen_params(self.module)}
-        owned = set(names) if optimizer is None else set(optimizer.pieces())
-        units = {param: number for param, number in self.choice.unit_of.items() if param in owned}
+        names = {param: name for name, param in seen_params(module)}
+        owned = names if optimizer is None else optimizer.pieces()
+        units = {param: number for param, number in unit_of.items() if param in owned}
         sharded = {param: name for param, name in names.items() if param in units}
-        storage = storage_for(self._arguments.offload, self.choice.unit_of)
-        self.policy.check(sharded, sparse_names(self.module), self._arguments.accumulate)
+        storage = storage_for(arguments.offload, unit_of)
+        self.policy.check(sharded, sparse_names(module), arguments.accumulate)
         self.registration.hold(Store(units, self.policy.compute_dtypes(sharded), storage))
+        refuse_shared_memory(module, units)
 
-    def stand_in(self, process_group: object, options: Mapping[str, object]) -> ZeroRedundancyOptimizer:
+    def stand_in(self, process_group: object) -> ZeroRedundancyOptimizer:
         """Build an optimizer that never steps, to hold the rows until one comes; all ranks call."""
         self.stands_in = True
         self.registration.mark()
-        limits = {name: options[name] for name in ("timeout", "on_stall") if options.get(name) is not None}
-        untyped: type = ZeroRedundancyOptimizer
-        params = [*self.registration.params]
         cuts = not sparse_names(self.module)  # SGD bears them, so that rows are even
+        params, untyped = [*self.registration.params], cast("Any", ZeroRedundancyOptimizer)
+        limits = {name: limit for name, limit in self.arguments.limits.items() if limit is not None}
         optimizer: ZeroRedundancyOptimizer = untyped(
             params, torch.optim.SGD, process_group, lr=0.0, cuts=cuts, **limits
         )
         return optimizer
 
-    def fill(self, optimizer: ZeroRedundancyOptimizer, everyone: RankGroup, *, syncs: bool) -> None:
-        """Have each rank keep its rows, of rank 0's values if it `syncs`; free the parameters. All call."""
+    def fill(self, optimizer: ZeroRedundancyOptimizer, everyone: RankGroup) -> None:
+        """Have each rank keep its rows, and free the parameters; all ranks call. Communicates."""
         group, core, former = everyone.during("agree"), optimizer.core, dict[Tensor, Bucket]()
+        syncs = self.arguments.syncs
         if not self.stands_in:
             if syncs:
                 take_values_of_first(group, [param for _, param in seen_params(self.module)])
@@ -178,12 +174,77 @@ class UnitConstruction:
             self.registration.mark()
             self.registration.place(core.engine.row_buckets, optimizer.ranks)
         self._is_filled = True
-        unfilled, init = set(self._replaced.values()), self._arguments.init
+        unfilled, init = set(self._replaced.values()), self.arguments.init
         rows, syncs = core.engine.row_buckets, syncs and self.stands_in
         UnitFiller(group, self.choice, rows, unfilled, init, former, syncs=syncs).fill(self.module)
         core.owned.leaves.keep(rows)
 
-    def give_up(self) -> None:
+    def make_units(self, wrapper: "FullyShardedDataParallel", trained: Sequence[Tensor]) -> UnitsInUse:
+        """Make the units, with hooks on modules; ``trained``: the parameters with gradients, in order."""
+        index_of = {param: index for index, param in enumerate(trained) if param.requires_grad}
+        units = []
+        named = zip(self.choice.names, self.choice.modules, self.registration.buckets, strict=True)
+        for number, (name, module, buckets) in enumerate(named):
+            params = [param for bucket in buckets for param in bucket.params]
+            has_frozen = any(param not in index_of for param in params)
+            used = module.parameters() if has_frozen else params
+            waits_for = frozenset(index_of[param] for param in used if param in index_of)
+            units.append(Unit(number, name or OUTERMOST, buckets, waits_for, has_frozen))
+        in_use = UnitsInUse(wrapper, units, self.arguments)
+        self.policy.hook_up(self.choice.modules)
+        hook_up(self.choice, in_use)
+        refuse_conversions(self.module, self.registration.params)
+        return in_use
+
+    def make_reducer(
+        self,
+        optimizer: ZeroRedundancyOptimizer,
+        mesh: RankMesh | None,
+        wanted: Callable[[bool], bool | None],
+    ) -> OwnerReducer:
+        """Make the reducer, with the wrapper's options; all ranks call, and it communicates."""
+        options = self.arguments.options
+        pairs, with_sparse = seen_params(self.module), sparse_names(self.module)
+        trained = [(name, param) for name, param in pairs if param.requires_grad]
+        if not trained and self.stands_in:  # only evaluated: a reducer that will never get a gradient
+            trained = [(name, param) for name, param in pairs if param.is_floating_point()]
+        reducer_options = ReducerOptions(
+            bucket_caps_nbytes=(optimizer.core.sharding.cap_nbytes,),
+            find_unused_parameters=bool(options.get("find_unused_parameters", False)),
+            static_graph=bool(options.get("static_graph", False)),
+            reduce_dtype=self.policy.reduce_dtype,
+            **self.arguments.limits,
+        )
+        sparse = [name for name, _ in trained if name in with_sparse]
+        outermost = {param for param, number in self.choice.unit_of.items() if not number}
+        frozen = [param for _, param in trained if not param.requires_grad]
+        try:
+            for param in frozen:
+                param.requires_grad_(True)
+            return OwnerReducer(
+                trained,
+                optimizer,
+                reducer_options,
+                sparse=sparse,
+                wanted=wanted,
+                mesh=mesh,
+                outermost=outermost,
+            )
+        finally:
+            for param in frozen:
+                param.requires_grad_(False)
+
+    def make_gathers(self, optimizer: ZeroRedundancyOptimizer) -> UnitGathers:
+        """Make the gathers of units; all ranks call, and it communicates."""
+        ranks, core, registration = optimizer.ranks, optimizer.core, self.registration
+        names = [f"unit {name}" if name else OUTERMOST for name in self.choice.names]
+        named = zip(names, registration.buckets, strict=True)
+        labels = {bucket.params[0]: name for name, buckets in named for bucket in buckets}
+        lanes = lanes_for_rows(ranks, registration.params)
+        stamps = core.engine.stamps or Stamps()  # the latter in a group of one
+        return UnitGathers(ranks, lanes, UnitStamps(labels, core.group, stamps, weakly(core.call)))
+
+    def _give_up(self) -> None:
         """Leave the model as it was, if it was not filled; does not communicate."""
         if not self._is_filled:
             self.registration.unmark([*self.registration.params])
@@ -195,75 +256,66 @@ def construct(
     module: nn.Module,
     optimizer: ZeroRedundancyOptimizer | None,
     arguments: Arguments,
-    options: Mapping[str, object],
     change_optimizer: Callable[[ZeroRedundancyOptimizer], None],
     at_exit: ExitStack,
 ) -> tuple[UnitConstruction, ZeroRedundancyOptimizer, RankMesh | None]:
     """Check a wrapper's arguments; return its units, not filled yet, an optimizer, and the mesh. All call."""
-    group, mesh, process_group = None, None, arguments.process_group
-    if optimizer is not None:
-        mesh = RankMesh.make(arguments.mesh, optimizer.ranks)
-        group = optimizer.ranks if mesh is None else mesh.everyone
-    ranks = RanksToBe(arguments.mesh, process_group, group)
-    with ranks.failing_together():
-        check_arguments(wrapper, arguments.accumulate, options, OF_PYTORCH)
-        check_module(module)
-        if optimizer is not None:
-            check_optimizer(module, optimizer, process_group)
-            if has_meta(module):
-                raise ValueError(
-                    "a part of the model is on the meta device: wrap it without an optimizer, then build "
-                    "the optimizer with wrapped.parameters()"
-                )
-        construction = UnitConstruction(module, arguments, change_optimizer)
-        at_exit.callback(construction.give_up)
-        construction.take(optimizer)
-        refuse_shared_memory(module, construction.registration.params)
+    mesh, process_group = arguments.mesh, arguments.process_group
+    if optimizer is None:
+        rank_mesh, groups = None, _ranks_to_be(mesh, process_group)
+    else:
+        rank_mesh = RankMesh.make(mesh, optimizer.ranks)
+        groups = [optimizer.ranks if rank_mesh is None else rank_mesh.everyone]
+    with _failing_in(groups):
+        check_wrapping(
+            wrapper,
+            module,
+            optimizer,
+            arguments.accumulate,
+            process_group,
+            arguments.options,
+            REFUSED_FULLY,
+        )
+        if optimizer is not None and has_meta(module):
+            raise ValueError(
+                "a part of the model is on the meta device: wrap it without an optimizer, then build "
+                "the optimizer with wrapped.parameters()"
+            )
+        construction = UnitConstruction(module, arguments, optimizer, change_optimizer, at_exit)
     items = [
+        f"mesh={mesh.mesh.tolist() if isinstance(mesh, DeviceMesh) else mesh!r}",
         f"accumulate={arguments.accumulate!r}",
         f"mixed_precision: {construction.policy.describe()}",
         f"offload={construction.registration.store.rows.description}",
     ]
-    ranks.agree(items, f"the arguments of {wrapper.__name__}")
+    for group in groups:
+        with _failing_in(groups):
+            agree(group, items, f"the arguments of {wrapper.__name__}")
     if optimizer is None:
-        with ranks.failing_together():
-            optimizer = construction.stand_in(ranks.process_group, options)
-        mesh = RankMesh.make(arguments.mesh, optimizer.ranks)
-    return construction, optimizer, mesh
+        if process_group is None and isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
+            process_group = mesh.get_group(1)
+        with _failing_in(groups):
+            optimizer = construction.stand_in(process_group)
+        rank_mesh = RankMesh.make(mesh, optimizer.ranks)
+    return construction, optimizer, rank_mesh
 
 
-class RanksToBe:
-    """The ranks of a wrapper, also before there is an optimizer that has them."""
+def _ranks_to_be(mesh: object, process_group: object) -> list[RankGroup]:
+    """Return the ranks of a wrapper before an optimizer has them; of a mesh its columns, then its rows."""
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
+        return [take_group(process_group)]
+    if mesh.mesh.numel() == dist.get_world_size():
+        return [take_group(None)]  # so that a rank without a mesh is heard too
+    return [take_group(mesh.get_group(dim)) for dim in (0, 1)]
 
-    def __init__(self, mesh: object, process_group: object, group: RankGroup | None = None) -> None:
-        self._mesh = f"mesh={mesh.mesh.tolist() if isinstance(mesh, DeviceMesh) else mesh!r}"
-        self.process_group = process_group
-        if group is not None:
-            self.groups = [group]
-            return
-        if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
-            self.groups = [take_group(process_group)]
-            return
-        if process_group is None:
-            self.process_group = mesh.get_group(1)
-        if mesh.mesh.numel() == dist.get_world_size():
-            self.groups = [take_group(None)]  # so that a rank without a mesh is heard too
-        else:
-            self.groups = [take_group(mesh.get_group(dim)) for dim in (0, 1)]
 
-    @contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """Raise on all ranks if the body raised on any: in rows of a mesh, then columns."""
-        with ExitStack() as stack:
-            for group in self.groups:
-                stack.enter_context(failing_together(group))
-            yield
-
-    def agree(self, items: Sequence[str], what: str) -> None:
-        """Check that all ranks have the same items and mesh; RankMismatchError on all."""
-        for group in self.groups:
-            with self.failing_together():
-                agree(group, [self._mesh, *items], what)
+@contextmanager
+def _failing_in(groups: Sequence[RankGroup]) -> Iterator[None]:
+    """Do as `failing_together` in all groups, the last one first."""
+    with ExitStack() as stack:
+        for group in groups:
+            stack.enter_context(failing_together(group))
+        yield
 
 
 def _refuse_others(optimizer: Optimizer, *_: object) -> None:

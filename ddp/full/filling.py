@@ -20,7 +20,9 @@ from torch.nn.parameter import is_lazy
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.compat import private
 from zero_optim.ddp.full.choice import UnitChoice
+from zero_optim.ddp.wrapper_checks import ignored_names
 from zero_optim.plan.strides import STRIDES_WHEN_WHOLE, dense_strides, in_order_of_memory, kept_dtype
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.places import shown_when_freed
@@ -28,6 +30,7 @@ from zero_optim.shard.row_bucket import RowBucket
 
 Init = Callable[[nn.Module], object]
 _AT_ONCE = 16  # broadcasts under way
+_BUFFERS_AT_ONCE = 250 * 2**20  # bytes, as in PyTorch's DDP
 _nbytes = attrgetter("nbytes")
 
 
@@ -43,6 +46,23 @@ def take_values_of_first(group: RankGroup, tensors: Iterable[Tensor]) -> None:
         for tensor, row in zip(some, rows, strict=True):
             if row.data_ptr() != tensor.data_ptr():
                 tensor.copy_(row.as_strided(tensor.shape, dense_strides(tensor)))
+
+
+def seen_buffers(module: nn.Module) -> list[Tensor]:
+    """List the buffers of a module without ignored ones."""
+    ignored = ignored_names(module)
+    return [buffer for name, buffer in module.named_buffers() if name not in ignored]
+
+
+@torch.no_grad()
+def send_buffers(module: nn.Module, group: RankGroup) -> None:
+    """Give every rank the buffers of the first; all ranks call."""
+    buffers = seen_buffers(module)
+    if not buffers:
+        return
+    work = group.during("buffers").begin_work()
+    with work.waiting(), private.unsafe_preserve_version_counter(tuple(buffers)):
+        private.broadcast_coalesced(group.process_group, buffers, _BUFFERS_AT_ONCE, 0)
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
 from torch import nn
@@ -29,7 +28,7 @@ from zero_optim.compat.engine import in_backward
 from zero_optim.ddp.full.guards import UnitMembers
 from zero_optim.ddp.full.launch_places import LaunchPlaces
 from zero_optim.ddp.full.saved_reads import SavedReads
-from zero_optim.ddp.full.unit import Passage, Unit, UnitOrder
+from zero_optim.ddp.full.unit import Passage, Unit, UnitOrder, UnitValues
 from zero_optim.ddp.reducer.graph import on_gradient, replaced, tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.errors import RankMismatchError
@@ -93,7 +92,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
         self.units = units  # by number
         self.unit_of: dict[nn.Module, Unit] = {}  # of modules whose calls need one
         self.keepalive: FullyShardedDataParallel | None = None  # the wrapper, if it wraps in place
-        self._wrapper = ref(wrapper)
+        self._before, self._after = weakly(wrapper.before_forward), weakly(wrapper.after_forward)
         self._keeps = how.num_kept  # the last ones, which stay whole until the backward pass; None for all
         self._forward: dict[Unit, UnitOrder] = {}  # by the one whose call is the outermost
         self._backward = UnitOrder()
@@ -109,14 +108,10 @@ class UnitsInUse(ModuleCalls, Uncopied):
         """Gather for this optimizer from now on; its ranks are the same as before."""
         self.group, self._engine, self.gathers, self._places = group, engine, gathers, places
 
-    def keep_alive(self, wrapper: "FullyShardedDataParallel") -> None:
-        """Hold the wrapper of a model that is sharded in place, which nobody else holds."""
-        self.keepalive = wrapper
-
     @property
     def buckets(self) -> list[RowBucket]:
         """Those of all units."""
-        return [bucket for unit in self.units for bucket in unit.buckets]
+        return _buckets_of(self.units)
 
     def nbytes_live(self) -> int:
         """Bytes of the flat tensors that are there now, beside what this rank keeps for good."""
@@ -125,8 +120,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
     # ------------------------------------------------------------------ operations
 
     def _at(self, moment: Moment, units: Iterable[Unit], purpose: Purpose, tells: bool = False) -> None:
-        buckets = [bucket for unit in units for bucket in unit.buckets]
-        self._engine.on(moment, buckets, _UnitTask(self, purpose, tells=tells))
+        self._engine.on(moment, _buckets_of(units), _UnitTask(self, purpose, tells=tells))
 
     def forget_gathers(self) -> None:
         """Forget all gathers, which may never come, as ranks gather different units."""
@@ -157,8 +151,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
             self._break_off(self._backward.now)  # a thread of the engine may not have let go of it yet
         if isinstance(self._reads.user, Call):
             self._reads.end(self._reads.user)
-        wrapper = self._wrapper()
-        return None if wrapper is None else wrapper.before_forward(args, kwargs)
+        return self._before(args, kwargs)
 
     def before_forward(self, module: nn.Module, inputs: object) -> None:
         """Make a unit whole for a call."""
@@ -202,8 +195,9 @@ class UnitsInUse(ModuleCalls, Uncopied):
                 f"{unit.name} returned a view of a parameter in a {type(output).__name__}, where no copy can "
                 "take its place: return a clone of it, as the parameter's memory goes when the call is over"
             )
-        wrapper = self._wrapper()
-        return output if wrapper is None or raised or not call.is_pass else wrapper.after_forward(output)
+        if call.is_pass and not raised:
+            self._after(output)
+        return output
 
     def _leave(self, unit: Unit, output: object, outermost: Call) -> None:
         order, stays = self._forward.get(self.unit_of[outermost.module], UnitOrder()), False
@@ -305,53 +299,52 @@ class UnitsInUse(ModuleCalls, Uncopied):
         for bucket in self.buckets:
             bucket.refresh()
 
-    def gather_as_kept(self, unit: Unit) -> list[WideBucket]:
-        """Gather a unit as its owners keep it, beside the parameters; RuntimeError if they are pinned."""
-        self.check_unpinned()  # of all, so that a walk over modules raises before it has changed anything
-        wide = [WideBucket(bucket) for bucket in unit.buckets]
-        self._engine.on(Moment.BEFORE_FORWARD, wide, _UnitTask(self, Purpose.AS_KEPT, tells=False))
-        return wide
+    @contextmanager
+    def on_request(self, units: Sequence[Unit], *, as_kept: bool, tells: bool = True) -> Iterator[UnitValues]:
+        """Yield the values of units, to read or write: the parameters, made whole. All ranks call.
 
-    def hold(self, unit: Unit) -> None:
-        """Make a unit whole until `release`, for a state dict or a load."""
-        self._at(Moment.BEFORE_FORWARD, [unit], Purpose.REQUEST)
-        unit.holds += 1
-
-    def release(self, unit: Unit) -> None:
-        """Free a unit that was held, unless somebody else uses it."""
-        unit.holds -= 1
-        if not in_backward():
-            self._free_unused([unit])
+        ``as_kept``: in the owners' dtype, beside the parameters if these have another; RuntimeError if any
+        unit is pinned then. ``tells``: errors of the last step raise here.
+        """
+        held, wide, tells = list(units), list[WideBucket](), tells and not self.under_way
+        if as_kept and any(unit.is_rounded for unit in units):
+            self.check_unpinned()  # of all, so that a walk over modules raises before it has changed anything
+            held, wide = [], list(map(WideBucket, _buckets_of(units)))
+            self._engine.on(Moment.BEFORE_FORWARD, wide, _UnitTask(self, Purpose.AS_KEPT, tells=False))
+        elif tells:
+            self.gathers.stamps.begin_pass()
+        request = UnitValues({param: param for unit in held for param in unit.params})
+        request.values.update(pair for bucket in wide for pair in bucket.values.items())
+        for unit in held:
+            unit.holds += 1
+        try:
+            self._at(Moment.BEFORE_FORWARD, held, Purpose.REQUEST, tells)
+            yield request
+        finally:
+            request.values.clear()
+            for unit in held:
+                unit.holds -= 1
+            try:
+                for bucket in wide or _buckets_of(held) if request.are_written else ():
+                    bucket.take_written()
+            finally:
+                if not (self._backward.is_under_way and in_backward()):  # which may need them
+                    self._free_unused(held)
 
     @contextmanager
-    def whole(self, numbers: Sequence[int], *, writes: bool) -> Iterator[None]:
-        """Make units whole inside a ``with``, on all ranks; owners take over what it ``writes``."""
-        units = [self.units[number] for number in numbers]
-        tells = not self.under_way
-        if tells:
-            self.gathers.stamps.begin_pass()
-        try:
-            self._at(Moment.BEFORE_FORWARD, units, Purpose.REQUEST, tells)
-        except BaseException:
-            self._free_unused(units)
-            raise
-        _pin(units, 1)
+    def pinned(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Let nobody step, load or save units that are whole, inside a ``with``."""
+        for bucket in _buckets_of(units):
+            bucket.num_pins += 1
         self._reads.begin(units)
         try:
             yield
         finally:
             self._reads.end(units)
-            _pin(units, -1)
-            try:
-                for unit in units if writes else ():
-                    unit.take_written()
-                self._members.accept_names({param for unit in units for param in unit.params})
-            finally:
-                self._free_unused(units)
+            for bucket in _buckets_of(units):
+                bucket.num_pins -= 1
+            self._members.accept_names({param for unit in units for param in unit.params})
 
 
-def _pin(units: Sequence[Unit], more: int) -> None:
-    for unit in units:
-        unit.holds += more
-        for bucket in unit.buckets:
-            bucket.num_pins += more
+def _buckets_of(units: Iterable[Unit]) -> list[RowBucket]:
+    return [bucket for unit in units for bucket in unit.buckets]

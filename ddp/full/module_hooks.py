@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from zero_optim.comm.agreement import raise_together
 from zero_optim.ddp.full.choice import UnitChoice
 from zero_optim.ddp.full.in_use import UnitsInUse
-from zero_optim.ddp.full.state_hooks import UnitValues, hook_states
+from zero_optim.ddp.full.state_hooks import hook_states
 from zero_optim.shard.registration import is_registered
 
 
@@ -16,15 +16,15 @@ def hook_up(choice: UnitChoice, units: UnitsInUse) -> None:
     """Register the hooks of all modules that are units, or have parameters in one."""
     in_units = {param for unit in units.units for param in unit.params}
     number_of = {module: number for number, module in enumerate(choice.modules)}
-    values = [UnitValues(units, unit) for unit in units.units]
+    hooked = list[tuple[nn.Module, int]]()
     for module in units.model.modules():
         used = {choice.unit_of[param] for param in module.parameters(recurse=False) if param in in_units}
         numbers = {number_of[module]} if module in number_of else used & {0}
         for number in numbers:  # one at most
             units.unit_of[module] = units.units[number]
             units.watch(module, ends=True)
-        for number in sorted(used | numbers):
-            hook_states(module, values[number])
+        hooked += ((module, number) for number in sorted(used | numbers))
+    hook_states(units, hooked)
 
 
 def units_of(model: nn.Module) -> UnitsInUse | None:
@@ -39,26 +39,19 @@ def units_at(module: nn.Module) -> UnitsInUse | None:
 
 
 def units_in(module: object, hint: str) -> UnitsInUse:
-    """Return the units of a module of a fully sharded model; TypeError or ValueError if there are none."""
+    """Return the units of a module of a fully sharded model; TypeError or ValueError if none. All call."""
     if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a fully sharded model, or a module of one, got {type(module).__name__}")
+        name = type(module).__name__
+        raise_together(TypeError(f"expected a fully sharded model, or a module of one, got {name}"))
     units = units_of(module)
-    if units is not None:
-        return units
-    if any(map(is_registered, module.parameters())):
-        raise ValueError(
-            f"this {type(module).__name__} lies inside a unit of a fully sharded model, which is made whole "
-            "as one: give the module that is the unit, or one around it"
-        )
-    raise ValueError(hint.format(name=type(module).__name__))
-
-
-def units_in_together(module: object, hint: str) -> UnitsInUse:
-    """Return `units_in`; all ranks call, and all raise if one does."""
-    try:
-        return units_in(module, hint)
-    except (TypeError, ValueError) as error:
-        raise_together(error)  # the others wait
+    if units is None:
+        if any(map(is_registered, module.parameters())):
+            hint = (
+                "this {name} lies inside a unit of a fully sharded model, which is made whole as one: give "
+                "the module that is the unit, or one around it"
+            )
+        raise_together(ValueError(hint.format(name=type(module).__name__)))  # the others wait
+    return units
 
 
 @contextmanager
@@ -78,8 +71,9 @@ def unsharded(module: nn.Module, *, writes: bool = True) -> Iterator[None]:
         ValueError: likewise: no module in it is fully sharded.
     """
     hint = "no parameter of this {name} is sharded: wrap the model in FullyShardedDataParallel first"
-    units = units_in_together(module, hint)
+    units = units_in(module, hint)
     params = set[Tensor](module.parameters())
-    numbers = [unit.number for unit in units.units if not params.isdisjoint(unit.params)]
-    with units.whole(numbers, writes=writes):
+    chosen = [unit for unit in units.units if not params.isdisjoint(unit.params)]
+    with units.on_request(chosen, as_kept=False) as request, units.pinned(chosen):
+        request.are_written = writes
         yield

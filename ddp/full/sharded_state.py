@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.ddp.full.in_use import UnitsInUse
-from zero_optim.ddp.full.module_hooks import units_in_together
-from zero_optim.ddp.full.state_hooks import values_of
+from zero_optim.ddp.full.module_hooks import units_in
 from zero_optim.errors import StateMismatchError
 from zero_optim.shard.row_bucket import left_freed
 
@@ -32,7 +31,7 @@ def full_state_dict(model: nn.Module, *, ranks: Sequence[int] = (0,)) -> dict[st
         ValueError: likewise: the model is not fully sharded, or ``ranks`` are none of the group.
         RankMismatchError: likewise: ``ranks`` differ.
     """
-    units = units_in_together(model, "this {name} is not fully sharded: take its state_dict()")
+    units = units_in(model, "this {name} is not fully sharded: take its state_dict()")
     group = units.group
     with failing_together(group):
         if not ranks or not set(ranks) <= set(range(group.size)):
@@ -44,9 +43,9 @@ def full_state_dict(model: nn.Module, *, ranks: Sequence[int] = (0,)) -> dict[st
     names, state = _freed_state(inner, units)
     copies: dict[Tensor, Tensor] = {}
     for unit in units.units:
-        with values_of(units, unit) as values:
+        with units.on_request([unit], as_kept=True) as request:
             if is_asked:
-                copies.update((param, _copied(value)) for param, value in values.items())
+                copies.update((param, _copied(value)) for param, value in request.values.items())
     if not is_asked:
         return None
     for name, value in state.items():

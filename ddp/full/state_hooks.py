@@ -7,11 +7,11 @@ Note [Loads that replace parameters]
     the memory of the whole parameters; or, where owners keep another dtype, values in that dtype.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,78 +19,55 @@ from torch import Tensor, nn
 from zero_optim.ddp.full.in_use import UnitsInUse
 from zero_optim.ddp.full.unit import Unit
 
-if TYPE_CHECKING:
-    from zero_optim.shard.row_bucket import WideBucket
 
-
-class UnitValues:
+class _Walk:
     """The values of a unit while modules save or load their state. Communicates."""
 
     def __init__(self, units: UnitsInUse, unit: Unit) -> None:
         self.unit = unit
-        self.values: Mapping[Tensor, Tensor] = {}
         self._units = units
-        self._wide: list[WideBucket] = []  # where owners keep another dtype
         self._visits: list[_Visit] = []  # the outermost first
-        self._is_written = False
+        self._end = ExitStack()
 
-    def enter(self, visit: "_Visit") -> None:
-        """Gather the values, unless they are there; all ranks call."""
+    def enter(self, visit: "_Visit") -> Mapping[Tensor, Tensor]:
+        """Gather the values, unless they are there, and return them; all ranks call."""
         if not self._visits:
-            if self.unit.is_rounded:
-                self._wide = self._units.gather_as_kept(self.unit)
-                self.values = {param: value for each in self._wide for param, value in each.values.items()}
-            else:
-                self._units.hold(self.unit)
-                self.values = {param: param for param in self.unit.params}
+            request = self._units.on_request([self.unit], as_kept=True, tells=False)
+            self._request = self._end.enter_context(request)
             self._units.unfinished.append(self.break_off)
         self._visits.append(visit)
+        return self._request.values
 
     def leave(self, *, written: bool = False) -> None:
-        """Let go of the values when the outermost visit ends; owners keep written ones."""
+        """Release the values when the outermost visit ends; owners keep written ones."""
         self._visits.pop()
-        self._is_written |= written
+        self._request.are_written |= written
         if not self._visits:
-            self._end(written=self._is_written)
-
-    def _end(self, *, written: bool) -> None:
-        wide, self._wide, self.values, self._is_written = self._wide, [], {}, False
-        self._units.unfinished.remove(self.break_off)
-        if self.unit.is_rounded:
-            for bucket in wide if written else ():
-                bucket.take_over()
-            return
-        try:
-            if written:
-                self.unit.take_written()
-        finally:
-            self._units.release(self.unit)
+            self._units.unfinished.remove(self.break_off)
+            self._end.close()
 
     def break_off(self) -> None:
         """End a walk over modules that an exception broke off: loaded values are dropped."""
-        if self._visits:
-            for visit in self._visits:
-                visit.restore(written=False)
-            self._visits.clear()
-            self._end(written=False)
+        self._request.are_written = False
+        while self._visits:
+            self._visits[-1].restore(written=False)
+            self.leave()
 
 
 @dataclass(slots=True, eq=False)
 class _Visit:
     """The hooks of one module, which finds stand-ins in the place of its parameters of a unit."""
 
-    values: UnitValues
+    walk: _Walk
     own: dict[str, Any] | None = None  # the module's parameters, while it finds stand-ins
     hidden: tuple[tuple[str, Tensor, Tensor], ...] = ()  # name, parameter, memory of its stand-in
 
     def begin(self, module: nn.Module, *_: object) -> None:
         if self.own is not None:  # an exception has ended the walk that began it
-            self.values.break_off()
-        if any(bucket.is_left for bucket in self.values.unit.buckets):
+            self.walk.break_off()
+        if any(bucket.is_left for bucket in self.walk.unit.buckets):
             return
-        self.values.enter(self)
-        own: Any = module._parameters
-        values = self.values.values
+        values, own = self.walk.enter(self), cast("Any", module._parameters)
         self.hidden = tuple((name, p, values[p].detach()) for name, p in own.items() if p in values)
         self.own = own
         for name, param, place in self.hidden:
@@ -114,31 +91,21 @@ class _Visit:
             if isinstance(entry, Tensor) and entry.data_ptr() == place.data_ptr():
                 state[prefix + name] = entry.detach().clone()
         self.restore(written=False)
-        self.values.leave()
+        self.walk.leave()
 
     def after_load(self, _: nn.Module, __: object) -> None:
         if self.own is not None:
             self.restore(written=True)
-            self.values.leave(written=True)
+            self.walk.leave(written=True)
 
 
-def hook_states(module: nn.Module, values: UnitValues) -> None:
-    """Register the hooks of a module that has parameters of a unit, or is one."""
-    visit = _Visit(values)
-    untyped: Any = module
-    untyped.register_state_dict_pre_hook(visit.begin)
-    # PyTorch sets an attribute on this one, which a bound method does not bear.
-    untyped.register_state_dict_post_hook(partial(visit.after_state_dict))
-    untyped.register_load_state_dict_pre_hook(visit.begin)
-    untyped.register_load_state_dict_post_hook(visit.after_load)
-
-
-@contextmanager
-def values_of(units: UnitsInUse, unit: Unit) -> Iterator[Mapping[Tensor, Tensor]]:
-    """Yield the values of a unit as its owners keep them; all ranks call. Communicates."""
-    if unit.is_rounded:
-        wide = units.gather_as_kept(unit)
-        yield {param: value for each in wide for param, value in each.values.items()}
-    else:
-        with units.whole([unit.number], writes=False):
-            yield {param: param for param in unit.params}
+def hook_states(units: UnitsInUse, hooked: Iterable[tuple[nn.Module, int]]) -> None:
+    """Register the hooks of modules, each with the number of a unit that it is, or has parameters of."""
+    walks = [_Walk(units, unit) for unit in units.units]
+    for module, number in hooked:
+        visit, untyped = _Visit(walks[number]), cast("Any", module)
+        untyped.register_state_dict_pre_hook(visit.begin)
+        # PyTorch sets an attribute on this one, which a bound method does not bear.
+        untyped.register_state_dict_post_hook(partial(visit.after_state_dict))
+        untyped.register_load_state_dict_pre_hook(visit.begin)
+        untyped.register_load_state_dict_post_hook(visit.after_load)

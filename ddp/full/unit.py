@@ -66,10 +66,13 @@ class Unit:
         """Whether a tensor is a view of what is freed with the unit."""
         return any(bucket.shares_memory(tensor) for bucket in self.buckets)
 
-    def take_written(self) -> None:
-        """Have owners take over what was written to the whole parameters."""
-        for bucket in self.buckets:
-            bucket.take_written()
+
+@dataclass(slots=True, eq=False)
+class UnitValues:
+    """The values of units, by parameter, for somebody to read or write."""
+
+    values: dict[Tensor, Tensor]
+    are_written: bool = False  # so that owners take them over
 
 
 class UnitOrder:

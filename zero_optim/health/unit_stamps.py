@@ -56,8 +56,12 @@ class UnitStamps:
     """Sends and reads the stamps of a model's units; ``labels``: by first parameter of each bucket."""
 
     def __init__(
-        self, labels: Mapping[Tensor, str], group: RankGroup, stamps: Stamps, call: Callable[[], Call]
-    ) -> None:  # the call is for comparisons
+        self,
+        labels: Mapping[Tensor, str],
+        group: RankGroup,
+        stamps: Stamps,
+        call: Callable[[str], Call | None],  # describes one for comparisons; None if the optimizer is gone
+    ) -> None:
         self._labels = list(labels.values())
         self._numbers = {param: number for number, param in enumerate(labels)}
         self._group, self._stamps, self._call = group, stamps, call
@@ -122,4 +126,5 @@ class UnitStamps:
         self._told.clear()
         if len({stamp[1:] for stamp in self._last.values()}) > 1:
             last = {rank: stamp._replace(mark=0) for rank, stamp in self._last.items()}
-            self._stamps.compare_last(self._group.during("agree"), self._call(), last)
+            call = self._call("") or Call("", lambda _: ((), ()))
+            self._stamps.compare_last(self._group.during("agree"), call, last)

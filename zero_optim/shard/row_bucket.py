@@ -334,7 +334,7 @@ class WideBucket(Bucket):
         """Set `values` after all rows have come."""
         self.values = dict(zip(self.params, self.views(flat), strict=True))
 
-    def take_over(self) -> None:
+    def take_written(self) -> None:
         """Copy written values into the owners' rows; the parameters are freed."""
         assert self._flat is not None  # it was filled
         self._bucket.write_row(self._flat[self._bucket.span])

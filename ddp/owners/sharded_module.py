@@ -1,8 +1,8 @@
-"""`OwnerWrapper`: what wrappers have in common whose gradients go to their owners."""
+"""`ShardedModule`: what the wrappers of stages 2 and 3 have in common, whose gradients go to their owners."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 from torch import Tensor
 
@@ -17,9 +17,10 @@ Accumulate = Literal["owner", "local"]
 _REDUCES_EACH = 'no_sync(), under which accumulate="owner" reduces every pass, and "local" none'
 
 
-class OwnerWrapper:
-    """A part of `ShardedDataParallel` and `FullyShardedDataParallel`."""
+class ShardedModule:
+    """A part of `ShardedDataParallel`, which is PyTorch's wrapper too, and `FullyShardedDataParallel`."""
 
+    _WITHOUT_JOIN: ClassVar[str]  # the reason
     require_backward_grad_sync: bool
     _optimizer: ZeroRedundancyOptimizer
     _mesh: RankMesh | None
@@ -62,3 +63,7 @@ class OwnerWrapper:
             f"{type(self).__name__} reduces gradients to their owners, and takes no comm hook: use "
             "zero_optim.ddp.DistributedDataParallel with it"
         )
+
+    def join_hook(self, **kwargs: object) -> NoReturn:
+        """Refuse ``Join`` with a RuntimeError, which has the reason."""
+        raise RuntimeError(f"{type(self).__name__} takes no part in Join: {self._WITHOUT_JOIN}")
