@@ -14,6 +14,7 @@ Note [The next unit]
     passes. It is the same on every rank if the ranks call the same modules, as they must.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -94,7 +95,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
         self.keepalive: FullyShardedDataParallel | None = None  # the wrapper, if it wraps in place
         self._before, self._after = weakly(wrapper.before_forward), weakly(wrapper.after_forward)
         self._keeps = how.num_kept  # the last ones, which stay whole until the backward pass; None for all
-        self._forward: dict[Unit, UnitOrder] = {}  # by the one whose call is the outermost
+        self._forward = defaultdict[Unit, UnitOrder](UnitOrder)  # by the one whose call is the outermost
         self._backward = UnitOrder()
         self._waiting: dict[int, list[Unit]] = {}  # by the index of a parameter
         for unit in units:
@@ -119,8 +120,8 @@ class UnitsInUse(ModuleCalls, Uncopied):
 
     # ------------------------------------------------------------------ operations
 
-    def _at(self, moment: Moment, units: Iterable[Unit], purpose: Purpose, tells: bool = False) -> None:
-        self._engine.on(moment, _buckets_of(units), _UnitTask(self, purpose, tells=tells))
+    def _at(self, moment: Moment, buckets: list[RowBucket], purpose: Purpose, tells: bool = False) -> None:
+        self._engine.on(moment, buckets, _UnitTask(self, purpose, tells=tells))
 
     def forget_gathers(self) -> None:
         """Forget all gathers, which may never come, as ranks gather different units."""
@@ -136,12 +137,13 @@ class UnitsInUse(ModuleCalls, Uncopied):
             self._engine.on(Moment.BEFORE_FORWARD, buckets, task, only=Operation.GATHER)
 
     def _free_unused(self, units: Iterable[Unit], moment: Moment = Moment.AFTER_MODULE) -> None:
-        self._at(moment, [unit for unit in units if not self._num_users(unit)], Purpose.BACKWARD)
+        unused = [bucket for unit in units if not self._num_users(unit) for bucket in unit.buckets]
+        self._at(moment, unused, Purpose.BACKWARD)
 
     # ------------------------------------------------------------------ forward
 
     def _num_users(self, unit: Unit) -> int:
-        return unit.holds + sum(self.unit_of[call.module] is unit for call in self.under_way)
+        return unit.holds + [self.unit_of[call.module] for call in self.under_way].count(unit)
 
     def begin_pass(self, args: Any, kwargs: Any) -> Any:  # noqa: ANN401 - the user's
         """Forget what an exception has ended without a hook, as a Ctrl-C does; then the wrapper begins."""
@@ -174,8 +176,8 @@ class UnitsInUse(ModuleCalls, Uncopied):
             self.gathers.stamps.begin_pass()
         purpose = Purpose.TRAINING if torch.is_grad_enabled() else Purpose.EVALUATION
         self._places.called(unit.number, self.clock, is_outermost=is_outermost)
-        self._at(Moment.BEFORE_FORWARD, [unit], purpose, tells=True)
-        order = self._forward.setdefault(self.unit_of[self.under_way[0].module], UnitOrder())
+        self._at(Moment.BEFORE_FORWARD, unit.buckets, purpose, tells=True)
+        order = self._forward[self.unit_of[self.under_way[0].module]]
         if is_outermost:
             order.begin()
         self._fetch(order.reached(unit.number), purpose, tells=True)
@@ -200,15 +202,16 @@ class UnitsInUse(ModuleCalls, Uncopied):
         return output
 
     def _leave(self, unit: Unit, output: object, outermost: Call) -> None:
-        order, stays = self._forward.get(self.unit_of[outermost.module], UnitOrder()), False
+        order, stays = self._forward[self.unit_of[outermost.module]], False
         if torch.is_grad_enabled() and output is not None:
             stays = self._watch(unit, output, order)
         if not stays:
-            self._at(Moment.AFTER_FORWARD, [unit], Purpose.TRAINING)
+            self._at(Moment.AFTER_FORWARD, unit.buckets, Purpose.TRAINING)
         if not self.under_way:
             order.end()
-            fetched = [unit for unit in self.units if any(b.gathers.is_unclaimed for b in unit.buckets)]
-            self._at(Moment.AFTER_FORWARD, fetched, Purpose.TRAINING)  # and not needed
+            for each in self.units:
+                if any(bucket.gathers.is_unclaimed for bucket in each.buckets):  # fetched, and not needed
+                    self._at(Moment.AFTER_FORWARD, each.buckets, Purpose.TRAINING)
 
     def _watch_inputs(self, unit: Unit, inputs: object) -> Passage | None:
         """Return a passage that ends when all inputs of a call have their gradients."""
@@ -224,7 +227,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
 
     def _watch(self, unit: Unit, output: object, order: UnitOrder) -> bool:
         """Make a unit whole before the backward pass comes to it; return whether it stays until then."""
-        tensors = list(tensors_in(output))
+        tensors = tensors_in(output)
         reached, place, passage = weakly(self._output_reached), self.clock, unit.passage
         for tensor in tensors:
             if tensor.grad_fn is not None:
@@ -259,7 +262,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
             broke_off = partial(weakly(self._break_off), self._backward.begin())
             self._places.begin()
             when_backward_ends(weakly(self._end_backward), broke_off)
-        self._at(Moment.BEFORE_BACKWARD, [self.units[number]], Purpose.BACKWARD)
+        self._at(Moment.BEFORE_BACKWARD, self.units[number].buckets, Purpose.BACKWARD)
         self._places.reached(number, place)
         following = self._backward.reached(number)
         self._fetch(following, Purpose.BACKWARD)
@@ -318,7 +321,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
         for unit in held:
             unit.holds += 1
         try:
-            self._at(Moment.BEFORE_FORWARD, held, Purpose.REQUEST, tells)
+            self._at(Moment.BEFORE_FORWARD, _buckets_of(held), Purpose.REQUEST, tells)
             yield request
         finally:
             request.values.clear()

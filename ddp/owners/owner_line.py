@@ -14,8 +14,7 @@ Note [Sums across replicas]
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -106,31 +105,32 @@ class OwnerLine:
     def _finish(self, end: int, results: list[Tensor]) -> Tensor:
         """Wait for a bucket, and for those before."""
         self._advance(end)
-        while not results:
-            with self._abandoning():
+        try:
+            while not results:
                 self._across.finish_first()
+        except BaseException:
+            self._abandon()
+            raise
         return results[0]
 
     def _advance(self, num_summed: int) -> None:
         """Wait until some portions are summed; each wait makes room for another."""
-        with self._abandoning():
+        try:
             self._fill()
             while self._num_summed < num_summed:
                 self._portions.finish_first()
                 self._fill()
+        except BaseException:
+            self._abandon()
+            raise
 
     def _fill(self) -> None:
         while self._to_start and len(self._portions) < _NUM_UNDER_WAY:
             begin, device = self._to_start.popleft()
             self._portions.start(begin, device=device)
 
-    @contextmanager
-    def _abandoning(self) -> Iterator[None]:
-        """Let nobody else have the lanes if something fails on them, and start no more."""
-        try:
-            yield
-        except BaseException:
-            self.lanes.abandon()
-            self._to_start.clear()
-            self._end = self._num_summed
-            raise
+    def _abandon(self) -> None:
+        """Let nobody else have the lanes, on which something failed, and start no more."""
+        self.lanes.abandon()
+        self._to_start.clear()
+        self._end = self._num_summed

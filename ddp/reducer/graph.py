@@ -15,14 +15,15 @@ from torch.utils.hooks import RemovableHandle
 from zero_optim.compat.engine import in_distributed_autograd, runs_distributed_backward, will_run
 
 
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in an output: in nested containers and dataclasses, not in other objects."""
+def tensors_in(value: object) -> list[Tensor]:
+    """List the tensors in an output: in nested containers and dataclasses, not in other objects."""
+    found = list[Tensor]()
     seen: dict[int, object] = {}  # by id; a container may hold itself
     stack = [value]
     while stack:
         item = stack.pop()
         if isinstance(item, Tensor):
-            yield item
+            found.append(item)
         elif isinstance(item, str | bytes) or id(item) in seen:
             continue
         else:
@@ -33,6 +34,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
                 stack.extend(item)
             elif dataclasses.is_dataclass(item) and not isinstance(item, type):
                 stack.extend(getattr(item, field.name, None) for field in dataclasses.fields(item))
+    return found
 
 
 def replaced(value: object, by: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401 - as the value

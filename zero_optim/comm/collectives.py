@@ -72,7 +72,7 @@ class RankGroup:
     """A process group with group ranks 0 … size-1, this process among them.
 
     ``device``: of the library's small tensors. ``data_devices``: of the parameters, if known. ``phase``:
-    where traffic and waits are counted.
+    where traffic and waits are counted. ``is_let_go``: the process group was released.
     """
 
     process_group: dist.ProcessGroup
@@ -83,6 +83,7 @@ class RankGroup:
     backends: Mapping[str, str] = field(compare=False)
     works: GroupWorks = field(compare=False, repr=False)
     phase: Phase = field(default_factory=Phase, compare=False, repr=False)
+    is_let_go: bool = field(default=False, compare=False, repr=False)
     _during: dict[object, "RankGroup"] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -121,12 +122,7 @@ class RankGroup:
     def let_go(self) -> "RankGroup":
         """Return a copy without the process group: communication raises."""
         nobody: Any = _LetGo()
-        return replace(self, process_group=nobody)
-
-    @property
-    def is_let_go(self) -> bool:
-        """Whether the process group was released."""
-        return isinstance(self.process_group, _LetGo)
+        return replace(self, process_group=nobody, is_let_go=True)
 
     def during(self, phase: str, *, is_exposed: bool | None = None) -> "RankGroup":
         """Return a copy that counts traffic and waits under one of `traffic.PHASES`."""

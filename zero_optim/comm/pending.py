@@ -1,6 +1,7 @@
 """Started work, of every kind: collectives, what follows them, and what a thread does. No communication."""
 
 from collections.abc import Callable, Sequence
+from operator import methodcaller
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -10,6 +11,7 @@ from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.streams import (
     Event,
     current_stream,
+    is_asynchronous,
     is_capturing,
     record_use,
     recorded_event,
@@ -17,6 +19,7 @@ from zero_optim.compat.streams import (
 )
 
 T = TypeVar("T")
+_WAIT = methodcaller("wait")
 
 
 class Pending(Generic[T]):
@@ -66,13 +69,11 @@ class Pending(Generic[T]):
     def _end(self) -> None:
         works, then, tensors = self._works, self._then, self._tensors
         del self._works, self._then, self._tensors  # with what they hold
-        self._value = then([work.wait() for work in works])
-        if tensors:
+        self._value = then(list(map(_WAIT, works)))
+        if tensors and is_asynchronous(device := tensors[0].device):
             record_use(*tensors)  # perhaps made on another stream, to which their memory goes back
-            device = tensors[0].device
-            event = recorded_event(device)
-            if event is not None and not is_capturing(device):  # which has no event to query
-                self._behind = AfterEvent(device, event), current_stream(device)
+            if not is_capturing(device):  # which has no event to query
+                self._behind = AfterEvent(device, recorded_event(device)), current_stream(device)
         self._has_ended = True
 
     def _wait_behind(self, end: "AfterEvent", first: object) -> None:

@@ -53,13 +53,14 @@ class Work:
     polls: bool = False
     runs_hook: bool = False
     handles: Sequence[Waitable] = field(default=(), init=False)
-    timeout: float = field(default=0.0, init=False)
     started: float = field(default_factory=time.monotonic, init=False)
     waiting_since: float | None = field(default=None, init=False)
     is_warned: bool = field(default=False, init=False)
 
-    def __post_init__(self) -> None:
-        self.timeout = self.group.limit if self.phase.timeout is None else self.phase.timeout
+    @property
+    def timeout(self) -> float:
+        """Return its limit."""
+        return self.group.limit if self.phase.timeout is None else self.phase.timeout
 
     @property
     def text(self) -> str:

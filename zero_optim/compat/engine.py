@@ -40,7 +40,7 @@ def backward_number() -> int:
 
 def in_backward() -> bool:
     """Return whether this thread is in a backward pass: in a hook or a final callback."""
-    return backward_number() != -1
+    return bool(private.current_graph_task_id() != -1)
 
 
 def in_outer_backward() -> bool:

@@ -37,7 +37,12 @@ class HandlersLater:
             return
         self._numbers: list[int] = []  # of signals that came
         self._is_over, self._process = False, os.getpid()
-        self._handlers = _handlers()
+        every = list(map(_handler_of, _NUMBERS))
+        seen, handlers = _SEEN[0]
+        if every != seen:  # they have changed
+            handlers = {number: each for number, each in zip(_NUMBERS, every, strict=True) if callable(each)}
+            _SEEN[0] = every, handlers
+        self._handlers = handlers
         try:
             for number in self._handlers:
                 _set_handler(number, self._note)
@@ -48,7 +53,8 @@ class HandlersLater:
     def __exit__(self, *_: object) -> None:
         if self._handlers:
             self._restore()
-            _raise_all(self._numbers)
+            if self._numbers:
+                _raise_all(self._numbers)
 
     def _restore(self) -> None:
         try:
@@ -84,23 +90,13 @@ def wait_for(event: threading.Event, seconds: float = math.inf) -> bool:
     return event.is_set()
 
 
+# All handlers, and those of Python, by signal.
 _SEEN: list[tuple[list[Any], dict[int, Any]]] = [([], {})]
-
-
-def _handlers() -> dict[int, Any]:
-    """Return the handlers of Python, by signal; the same dict until they change."""
-    every = list(map(_handler_of, _NUMBERS))
-    seen, handlers = _SEEN[0]
-    if every != seen:
-        handlers = {number: each for number, each in zip(_NUMBERS, every, strict=True) if callable(each)}
-        _SEEN[0] = every, handlers
-    return handlers
 
 
 def _raise_all(numbers: list[int]) -> None:
     try:
-        if numbers:
-            signal.raise_signal(numbers.pop())
+        signal.raise_signal(numbers.pop())
     finally:  # also if a handler raised
         if numbers:
             _raise_all(numbers)

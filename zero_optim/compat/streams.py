@@ -99,6 +99,7 @@ class Accelerator:
         return torch.futures.Future(devices=[device])
 
 
+@lru_cache  # what a device is does not change
 def accelerator_of(device: torch.device) -> Accelerator | None:
     """Return the streams of a device; None for a device without streams."""
     if device.type in ("cpu", "meta"):

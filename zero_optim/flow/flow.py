@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
@@ -18,6 +19,8 @@ from zero_optim.comm.pending import Pending
 from zero_optim.compat.signals import wait_for
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.compat.threads import start_thread
+
+_IS_UNCLAIMED = attrgetter("work.is_unclaimed")
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +67,7 @@ class Flow:
     def is_unclaimed(self) -> bool:
         """Whether somebody has still to wait for some work."""
         with self._lock:
-            return any(entry.work.is_unclaimed for entry in self._entries)
+            return any(map(_IS_UNCLAIMED, self._entries))
 
     def start(
         self,

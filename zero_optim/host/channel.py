@@ -42,26 +42,25 @@ class _End:
 
 
 class Message:
-    """Bytes on their way to one rank; ``ready`` of them may go."""
+    """Bytes of a call on their way to one rank; ``ready`` of them may go."""
 
-    __slots__ = ("address", "nbytes", "ready", "sent")
+    __slots__ = ("address", "nbytes", "ready", "sent", "work")
 
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.address, self.nbytes, self.ready, self.sent = address, nbytes, nbytes, 0
+    def __init__(self, work: "HostWork", address: int, nbytes: int) -> None:
+        self.work, self.address, self.nbytes, self.ready, self.sent = work, address, nbytes, nbytes, 0
+        work.num_pending += 1
 
 
 class Sender(_End):
-    """The writing end; ``queue`` has the messages that were not written whole, with whom to tell."""
+    """The writing end; ``queue`` has the messages that were not written whole."""
 
     def __init__(self, peer: int, words: Any, written: int, read: int, ring: Tensor) -> None:  # noqa: ANN401
         super().__init__(peer, words, written, read, ring)
-        self.queue: deque[tuple[Message, HostWork]] = deque()
+        self.queue: deque[Message] = deque()
 
     def push(self) -> int:
-        """Write a piece of the first message; returns its bytes, 0 if there is nothing, or no room."""
-        if not self.queue:
-            return 0
-        message, work = self.queue[0]
+        """Write a piece of the first message; returns its bytes, 0 if there is no room."""
+        message = self.queue[0]
         place = self._at % self._size
         num_read: int = self._words[self._read]
         room = min(self._size - (self._at - num_read), self._size - place, PIECE)
@@ -73,20 +72,21 @@ class Sender(_End):
             return 0
         ctypes.memmove(self._address + place, message.address + message.sent, count)
         message.sent += count
-        self._at += padded(count)
+        self._at += count + -count % LINE
         self._words[self._written] = self._at
         if is_whole:
             self.queue.popleft()
-            work.num_pending -= 1
+            message.work.num_pending -= 1
         return count
 
 
 class Receiver(_End):
-    """The reading end; ``steps`` are what is done with the next messages, in their order."""
+    """The reading end; ``steps`` are done, in order, with the next messages, which lie at ``address``."""
 
     def __init__(self, peer: int, words: Any, written: int, read: int, ring: Tensor) -> None:  # noqa: ANN401
         super().__init__(peer, words, written, read, ring)
         self.steps: deque[Step] = deque()
+        self.address = self._address
         self._typed: dict[torch.dtype, Tensor] = {}
 
     def readable(self) -> int:
@@ -99,11 +99,6 @@ class Receiver(_End):
         num_written: int = self._words[self._written]
         return sum(padded(step.rest) for step in self.steps) > num_written - self._at
 
-    @property
-    def address(self) -> int:
-        """Return where they lie."""
-        return self._address + self._at % self._size
-
     def view(self, dtype: torch.dtype, count: int) -> Tensor:
         """View the next elements."""
         typed = self._typed.get(dtype)
@@ -115,6 +110,7 @@ class Receiver(_End):
     def drop(self, nbytes: int) -> None:
         """Make room of what was read."""
         self._at += nbytes
+        self.address = self._address + self._at % self._size
         self._words[self._read] = self._at
 
 
@@ -144,9 +140,10 @@ class HostWork:
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until it has ended, or so long; RuntimeError if it does not, or failed."""
-        self._memory.wait(self, math.inf if timeout is None else timeout.total_seconds())
-        if (failure := self.exception()) is not None:
-            raise failure
+        if self.num_pending:
+            self._memory.wait(self, math.inf if timeout is None else timeout.total_seconds())
+            if (failure := self.exception()) is not None:
+                raise failure
         return True
 
     def is_completed(self) -> bool:
@@ -162,20 +159,16 @@ class HostWork:
 class Step:
     """What a call does with the next ``nbytes`` of some ranks, each piece when all of them have sent it."""
 
-    __slots__ = ("_act", "_done", "_nbytes", "_work", "receivers")
+    __slots__ = ("_act", "_done", "_work", "receivers", "rest")
 
     def __init__(
         self, work: HostWork, receivers: Sequence[Receiver], nbytes: int, act: Act, place: int | None = None
     ) -> None:
-        self._work, self.receivers, self._nbytes, self._act, self._done = work, receivers, nbytes, act, 0
+        self._work, self.receivers, self._act, self._done = work, receivers, act, 0
+        self.rest = nbytes  # that are to come, of each rank
         work.num_pending += 1
         for receiver in receivers:
             receiver.steps.insert(len(receiver.steps) if place is None else place, self)
-
-    @property
-    def rest(self) -> int:
-        """Bytes that are to come, of each rank."""
-        return self._nbytes - self._done
 
     def drop(self) -> None:
         """Do nothing of it."""
@@ -194,9 +187,10 @@ class Step:
         if not count or self._act(self._done, count) is False:
             return 0
         self._done += count
+        self.rest -= count
         is_over = not self.rest
         for receiver in self.receivers:
-            receiver.drop(padded(count))
+            receiver.drop(count + -count % LINE)
             if is_over:
                 receiver.steps.popleft()
         self._work.num_pending -= is_over

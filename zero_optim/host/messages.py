@@ -9,6 +9,7 @@ Note [Bits of a sum]
 import ctypes
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -77,8 +78,8 @@ class OneHost(SharedMemory):
             for peer in self.peers:
                 self.send(work, peer, _ADDENDS, _places(rows[peer]))
             sums = zip(own, totals, strict=True)
-            parts = [(mine.nbytes, _seen("sum", _adding(self, mine, total, add))) for mine, total in sums]
-            self.expect(work, self.peers, _ADDENDS, parts)
+            parts = [(mine.nbytes, _adding(self, mine, total, add)) for mine, total in sums]
+            self.expect(work, self.peers, _ADDENDS, _seen("sum", parts))
 
         return self.start((rows, totals), begin, then)
 
@@ -105,7 +106,7 @@ class OneHost(SharedMemory):
                 for message in sums:
                     message.ready = start + count
 
-            self.expect(work, self.peers, _ADDENDS, [(own.nbytes, _seen("sum", act))])
+            self.expect(work, self.peers, _ADDENDS, _seen("sum", [(own.nbytes, act)]))
             for peer in self.peers:
                 self.expect(work, (peer,), _SUMS, _copies(self, peer, [chunks[peer]], "sum"))
 
@@ -123,26 +124,20 @@ def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 
 def _copies(memory: SharedMemory, peer: int, targets: Sequence[Tensor], name: str) -> list[tuple[int, Act]]:
-    receiver = memory.receiver(peer)
-    return [(target.nbytes, _seen(name, _copy(receiver, target.data_ptr()))) for target in targets]
+    copy = partial(_copy, memory.receivers[peer])
+    return _seen(name, [(target.nbytes, partial(copy, target.data_ptr())) for target in targets])
 
 
-def _seen(name: str, act: Act) -> Act:
-    if not is_profiling():
-        return act
+def _copy(receiver: Receiver, address: int, start: int, count: int) -> None:
+    ctypes.memmove(address + start, receiver.address, count)
 
-    def seen(start: int, count: int) -> bool | None:
+
+def _seen(name: str, parts: list[tuple[int, Act]]) -> list[tuple[int, Act]]:
+    def seen(act: Act, start: int, count: int) -> bool | None:
         with torch.profiler.record_function(f"memory:{name}"):
             return act(start, count)
 
-    return seen
-
-
-def _copy(receiver: Receiver, address: int) -> Act:
-    def act(start: int, count: int) -> None:
-        ctypes.memmove(address + start, receiver.address, count)
-
-    return act
+    return [(nbytes, partial(seen, act)) for nbytes, act in parts] if is_profiling() else parts
 
 
 def _adding(memory: SharedMemory, own: Tensor, total: Tensor, add: Add) -> Act:
@@ -153,7 +148,7 @@ def _adding(memory: SharedMemory, own: Tensor, total: Tensor, add: Add) -> Act:
         first, numel = start // size, count // size
         mine = own[first : first + numel]
         arrivals = [
-            mine if rank == memory.rank else memory.receiver(rank).view(dtype, numel)
+            mine if rank == memory.rank else memory.receivers[rank].view(dtype, numel)
             for rank in range(memory.size)
         ]
         add(arrivals, memory.rank, mine if total is own else total[first : first + numel])

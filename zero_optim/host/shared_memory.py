@@ -25,6 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import attrgetter
 
 import torch.distributed as dist
 from torch import Tensor
@@ -40,6 +41,7 @@ _LOOK = 0.1  # seconds until a waiting thread looks whether the others are alive
 _LONGEST = 1.0  # seconds for which signal handlers wait
 _GRACE = 0.005  # seconds that the thread leaves to a caller who starts a call and waits for it
 _IDLE = 0.2  # seconds without calls until the thread ends
+_IS_PENDING = attrgetter("num_pending")
 _HEAD = ctypes.c_uint64 * (LINE // 8)  # number of the call, its kind, bytes, tag, bytes in the ring
 
 GAVE_UP = "of the group has given up"  # it knows why, and tells
@@ -53,6 +55,8 @@ class SharedMemory:
         self.failure: str | None = None  # why no call ends well any more
         self._segments, self._limit = segments, limit
         self._ends = {peer: _ends(segments, rank, peer) for peer in range(self.size) if peer != rank}
+        self.receivers = {peer: receiver for peer, (_, receiver) in self._ends.items()}
+        self.peers: Sequence[int] = tuple(self._ends)
         self._alive = _Alive({peer: pids[peer] for peer in self._ends})
         self._bells = itertools.count(1)
         self._works: list[HostWork] = []  # pending, in their order
@@ -62,15 +66,6 @@ class SharedMemory:
         self._looked = time.monotonic()
         self._wakes = ctypes.c_uint32()  # of the thread, which sleeps while there is nothing for it
         _ALL.add(self)
-
-    @property
-    def peers(self) -> Sequence[int]:
-        """The other ranks."""
-        return tuple(self._ends)
-
-    def receiver(self, peer: int) -> Receiver:
-        """Return where a rank's bytes come."""
-        return self._ends[peer][1]
 
     # ------------------------------------------------------------------ calls begin
 
@@ -106,13 +101,12 @@ class SharedMemory:
         self, work: HostWork, peer: int, kind: int, parts: Sequence[tuple[int, int]], tag: int = 0
     ) -> list[Message]:
         """Send bytes to a rank, a head first; ``parts`` are addresses and lengths."""
-        parts = [part for part in parts if part[1]]
         head = _head(work, kind, tag, [nbytes for _, nbytes in parts])
         work.nbytes += head[2]
         work.kept.append(head)
-        messages = [Message(*part) for part in ((ctypes.addressof(head), LINE), *parts)]
-        work.num_pending += len(messages)
-        self._ends[peer][0].queue.extend((message, work) for message in messages)
+        places = (ctypes.addressof(head), LINE), *parts
+        messages = [Message(work, *place) for place in places if place[1]]
+        self._ends[peer][0].queue.extend(messages)
         return messages[1:]
 
     def expect(
@@ -125,16 +119,15 @@ class SharedMemory:
         num_heads: int = 0,  # the first parts, which are taken whatever the tag
     ) -> None:
         """Do something with bytes of some ranks; ``parts`` are lengths, and what is done."""
-        parts = [part for part in parts if part[0]]
         head = bytes(_head(work, kind, tag, [nbytes for nbytes, _ in parts]))
-        receivers = [self.receiver(peer) for peer in peers]
+        receivers = [self.receivers[peer] for peer in peers]
         steps = list[Step]()
 
         def check(_start: int, _count: int) -> bool:
-            if all(ctypes.string_at(receiver.address, LINE) == head for receiver in receivers):
+            heads = [ctypes.string_at(receiver.address, LINE) for receiver in receivers]
+            if heads.count(head) == len(heads):
                 return True
-            theirs = _HEAD.from_buffer_copy(ctypes.string_at(receivers[0].address, LINE))
-            number, of_kind, _, _, nbytes = theirs[:5]
+            number, of_kind, _, _, nbytes = _HEAD.from_buffer_copy(heads[0])[:5]
             if not tag or (number, of_kind) != (work.number, kind):
                 return False
             for step in steps[num_heads:]:
@@ -145,36 +138,35 @@ class SharedMemory:
             return True
 
         Step(work, receivers, LINE, check)
-        steps.extend(Step(work, receivers, nbytes, act) for nbytes, act in parts)
+        steps += [Step(work, receivers, *part) for part in parts if part[0]]
 
     # ------------------------------------------------------------------ bytes move
 
     def _move(self) -> bool:
         """Move what can be moved, under the lock; returns whether there was anything."""
-        self._heed()
+        for peer in self.peers:  # nobody must be told that a call went well which failed elsewhere
+            if self._segments[peer].left.value == GIVEN_UP:
+                self.close(f"Connection closed by peer: rank {peer} {GAVE_UP}")
         if self.failure is not None:  # what calls have kept may be gone
             return False
+        heard = set[int]()  # ranks that have something to do, and are told at the end, or after a large piece
         try:
-            return self._moved()
+            for peer, (sender, receiver) in self._ends.items():
+                while sender.queue and (count := sender.push()):
+                    heard.add(peer)
+                    if count == PIECE:
+                        self._ring(peer)
+                steps = receiver.steps
+                while steps and (count := (step := steps[0]).run()):
+                    for each in step.receivers:
+                        heard.add(each.peer)
+                        if count == PIECE:
+                            self._ring(each.peer)
+            for peer in heard:
+                self._ring(peer)
         except BaseException as error:  # nobody knows what was moved
             self.close(f"Connection closed: a call through memory failed on a rank: {message_of(error)}")
             raise
-
-    def _moved(self) -> bool:
-        heard = set[int]()  # ranks that have something to do, and are told at the end, or after a large piece
-        for peer, (sender, receiver) in self._ends.items():
-            while count := sender.push():
-                heard.add(peer)
-                if count == PIECE:
-                    self._ring(peer)
-            steps = receiver.steps
-            while steps and (count := (step := steps[0]).run()):
-                for each in step.receivers:
-                    heard.add(each.peer)
-                    if count == PIECE:
-                        self._ring(each.peer)
-        for peer in heard:
-            self._ring(peer)
         return bool(heard)
 
     def _ring(self, peer: int) -> None:
@@ -184,7 +176,7 @@ class SharedMemory:
         futex.wake(ctypes.addressof(bell))
 
     def _ended(self) -> list[HostWork]:
-        ended = [work for work in self._works if not work.num_pending]
+        ended = list(itertools.filterfalse(_IS_PENDING, self._works))
         for work in ended:
             self._works.remove(work)
         if ended and self._waiting:
@@ -239,12 +231,6 @@ class SharedMemory:
             elif self._works and time.monotonic() - self._works[0].began > self._limit:
                 self.close(f"Timed out waiting {self._limit:g} s for the other ranks of this host")
         _end_all(ended)
-
-    def _heed(self) -> None:
-        """Give up where another rank has: it must not be told that a call went well which failed there."""
-        for peer in self._ends:
-            if self._segments[peer].left.value == GIVEN_UP:
-                self.close(f"Connection closed by peer: rank {peer} {GAVE_UP}")
 
     def let_go(self) -> None:
         """Take part no more, with nothing that failed: what this rank has sent counts. Takes no lock."""
@@ -311,7 +297,8 @@ def _end_all(ended: Sequence[HostWork]) -> None:
 
 
 def _head(work: HostWork, kind: int, tag: int, parts: Sequence[int]) -> ctypes.Array[ctypes.c_uint64]:
-    return _HEAD(work.number, kind, sum(parts), tag, sum(map(padded, parts)))
+    padding = sum([-nbytes % LINE for nbytes in parts])
+    return _HEAD(work.number, kind, sum(parts), tag, sum(parts) + padding)
 
 
 # Those whose threads must end before Python does.

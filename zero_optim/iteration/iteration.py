@@ -59,7 +59,7 @@ class Iteration:
 
     def _step_rows(self, shared: SharedCall | None = None, /, **kwargs: object) -> float | None:
         core = self._core
-        core.group.phase.traffic.count_step()
+        core.ranks.phase.traffic.count_step()
         if shared is None and not self.joins.under_way:
             core.sample_gradients()
         work = partial(core.owned.step, core.groups, shared, None, **kwargs)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -46,14 +47,13 @@ class StepTask(Gathering, Generic[T]):
         except BaseException as error:  # noqa: BLE001 - raised after the gather, for which others wait
             self.failure = error
         moves_frozen, active = core.owned.local.moves_frozen, engine.agree_on_active(core.groups)
-        pairs = zip(engine.buckets, active, strict=True)
-        self._changed = frozenset(bucket for bucket, is_active in pairs if is_active or moves_frozen)
+        self._changed = frozenset(engine.buckets if moves_frozen else compress(engine.buckets, active))
         for bucket in buckets:
             bucket.stepped(changed=bucket in self._changed)
         call = core.call(self._name, self.failure)
         engine.begin_call(core.groups, call)
         tells = any(Operation.GATHER in bucket.schedule[Moment.STEP] for bucket in self._changed)
-        core.group.works.note_failure("" if tells else call.failure_text)
+        core.ranks.works.note_failure("" if tells else call.failure_text)
         self._stamps = engine.stamps
 
     def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:

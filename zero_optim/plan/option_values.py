@@ -151,7 +151,7 @@ def _entries_of(
 
 def _is_stable(value: object) -> bool:
     kind = type(value)
-    return kind in _STABLE or (kind is tuple and all(type(item) in _STABLE for item in value))  # type: ignore[attr-defined]
+    return kind in _STABLE or (kind is tuple and _STABLE.issuperset(map(type, value)))  # type: ignore[call-overload]
 
 
 def differing(everyone: Sequence[Sequence[Mapping[str, Plain]]]) -> list[OptionKey]:

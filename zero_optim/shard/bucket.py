@@ -141,9 +141,13 @@ class Bucket:
         stay = {index for index, param in enumerate(params) if id(param) in shared}
         is_flat = as_views and can_be_views(params)
         self._in_flat = InFlat(params, self.forms, layout, stay) if is_flat else None
-        known = None if self._in_flat is None else self._in_flat.flat
-        self._rows = [] if known is None else rows_in(known, layout)
-        self._headers = [] if known is None else headers_in(known, layout.rooms)
+        self._lasting: Tensor | None = None  # a flat tensor, with its rows and header spaces
+        if self._in_flat is not None:
+            self._keep(self._in_flat.flat)
+
+    def _keep(self, flat: Tensor) -> None:
+        self._lasting, self._sent = flat, rows_in(flat, self.layout)
+        self._headers = headers_in(flat, self.layout.rooms)
 
     def __reduce__(self) -> tuple[Callable[..., "Bucket"], tuple[list[Tensor], Layout, int, str]]:
         """Copy and pickle as a new bucket of the copied parameters."""
@@ -172,7 +176,7 @@ class Bucket:
     @property
     def nbytes_to_gather(self) -> int:
         """Extra bytes of a pending gather."""
-        return 0 if self.is_in_place else self.nbytes
+        return self.nbytes if self._in_flat is None else 0
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """View the parameters in a flat tensor of any dtype."""
@@ -201,14 +205,11 @@ class Bucket:
 
     def rows(self, flat: Tensor) -> list[tuple[int, Tensor]]:
         """List what owners send of a flat tensor, as `rows_in`."""
-        return self._rows if self._is_own(flat) else rows_in(flat, self.layout)
+        return self._sent if flat is self._lasting else rows_in(flat, self.layout)
 
     def headers(self, flat: Tensor) -> list[Header]:
         """List the header spaces of a flat tensor, as `headers_in`."""
-        return self._headers if self._is_own(flat) else headers_in(flat, self.layout.rooms)
-
-    def _is_own(self, flat: Tensor) -> bool:
-        return self._in_flat is not None and flat is self._in_flat.flat  # as in most steps
+        return self._headers if flat is self._lasting else headers_in(flat, self.layout.rooms)
 
     def receive(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
         """Copy other ranks' rows of ``flat`` to the parameters, or to those in ``changed``; tell autograd."""

@@ -277,8 +277,9 @@ class Engine:
                     if bucket.gathers is not None:
                         bucket.gathers.start(begin)
                     elif Operation.WAIT in bucket.schedule[moment]:
-                        most = NUM_FLAT_TENSORS * max(each.nbytes_to_gather for each in chosen)
-                        task.awaited = task.awaited or Flow(most)
+                        if task.awaited is None:
+                            most = max(each.nbytes_to_gather for each in chosen)
+                            task.awaited = Flow(NUM_FLAT_TENSORS * most)
                         task.awaited.start(begin, bucket.nbytes_to_gather)
                     else:
                         self.under_way.start(begin, keys=(bucket,))

@@ -95,6 +95,7 @@ class RowBucket(Uncopied, Bucket):
         self._storage = RowStorage() if storage is None else storage
         self._memory = UnitMemory(layout.numel, self.dtype, self.device)
         self._flat = self._memory.flat
+        self._keep(self._flat)
         self._views = self.views(self._flat)
         rows = [slice(row.start, row.stop) for row in layout.rows if row.owner == rank]
         self.span = rows[0] if rows else slice(0, 0)

@@ -155,7 +155,7 @@ class Core:
 
     def compare_unreduced(self, *, in_join: bool) -> None:
         """Refuse to step with unequal unreduced gradients; communicates only if there may be some."""
-        unreduced = self.unreduced.among(self.sharding.pieces) if self.group.size > 1 else {}
+        unreduced = self.unreduced.among(self.sharding.pieces) if self.ranks.size > 1 else {}
         if unreduced:
             names = dict(zip(self.params, short_names(self.groups), strict=True))
             compare_unreduced(self.group, unreduced, names, in_join=in_join)

@@ -201,9 +201,9 @@ class LocalOptimizer:
 
     def _take_options(self, groups: list[ParamGroup]) -> list[dict[str, Plain]]:
         """Copy the public options to the local groups; returns those that the class can change in place."""
-        if len(groups) != self.num_groups:
-            raise self._other_groups(len(groups))
         own = self._groups()
+        if len(groups) != len(own):
+            raise self._other_groups(len(groups))
         for public, local in zip(groups, own, strict=True):
             _set_options(local, public)
         return list(map(changeable, own))
