@@ -19,7 +19,7 @@ from zero_optim.ddp.full.choice import Units
 from zero_optim.ddp.full.construction import Arguments, construct
 from zero_optim.ddp.full.filling import Init, seen_buffers, send_buffers, take_values_of_first
 from zero_optim.ddp.full.in_use import UnitsInUse
-from zero_optim.ddp.full.launch_places import LaunchPlaces
+from zero_optim.ddp.full.launch_order import LaunchOrder
 from zero_optim.ddp.full.module_hooks import units_at
 from zero_optim.ddp.full.precision import PrecisionPolicy
 from zero_optim.ddp.full.sharded_state import load_local_state_dict, local_state
@@ -149,7 +149,7 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
     def _use_optimizer(self) -> None:
         """Gather the optimizer's buckets, and launch the reducer's between gathers; all ranks call."""
         gathers = self._construction.make_gathers(self._optimizer)
-        places = LaunchPlaces(self.units.units, self._construction.choice.unit_of, self._reducer)
+        places = LaunchOrder(self.units.units, self._construction.choice.unit_of, self._reducer)
         self.units.use(self._optimizer.ranks, self._optimizer.core.engine, gathers, places)
         self._reducer.follow(weakly(self.units.gradient_came), places.begin)
         self._optimizer.core.begin_training(self._mesh)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.agreement import agree
-from zero_optim.comm.collectives import LET_GO
+from zero_optim.comm.collectives import RELEASED
 from zero_optim.comm.lanes import Lease, lanes_for_rows
 from zero_optim.compat import engine, private
 from zero_optim.compat.streams import HostCopy, StreamBeside, future_on, record_use, to_device
-from zero_optim.ddp.owners.owner_line import OwnerLine
 from zero_optim.ddp.owners.owner_rows import OwnerRows
+from zero_optim.ddp.owners.owner_sums import OwnerSums
 from zero_optim.ddp.owners.owners import Owners
 from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, real_buffer
@@ -40,7 +40,7 @@ class OwnerReduction:
     def __init__(
         self,
         gradients: "OwnerGradients",
-        line: OwnerLine,
+        line: OwnerSums,
         bucket: GradBucket,
         *,
         all_used: bool,
@@ -222,7 +222,7 @@ class ReduceToOwners:
         lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
         agree_on_infinity: Agree = WeakMethod(optimizer.iteration.agree_on_infinity)
         self.buckets = self._gradients = OwnerGradients(optimizer, lanes, _NO_OWNER, agree_on_infinity)
-        self._line = OwnerLine(optimizer.ranks, lanes, streams=StreamBeside())
+        self._line = OwnerSums(optimizer.ranks, lanes, streams=StreamBeside())
         self._ending: set[int] = set()  # numbers of the engine's passes that will call `_end`
 
     def __deepcopy__(self, memo: object) -> "ReduceToOwners":
@@ -237,7 +237,7 @@ class ReduceToOwners:
         is_known = engine.in_backward() and engine.backward_number() in self._ending
         if bucket.index() == 0 and not is_known:  # else Note [Numbers of a static graph] in `stepper`
             if self._optimizer.ranks is not group:
-                raise RuntimeError(LET_GO)
+                raise RuntimeError(RELEASED)
             line.finish()  # what a pass that broke off has left
             self._ending = set()
             self._gradients.begin()

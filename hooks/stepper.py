@@ -27,7 +27,7 @@ from zero_optim.comm.pending import Pending
 from zero_optim.comm.works import Work
 from zero_optim.compat import engine
 from zero_optim.compat.streams import future_on
-from zero_optim.ddp.owners.owner_line import OwnerLine
+from zero_optim.ddp.owners.owner_sums import OwnerSums
 from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, name_of
 from zero_optim.hooks.owners import OwnerGradients, OwnerReduction
@@ -229,7 +229,7 @@ class ZeroStep:
         if self._to_owners is not None:
             self._to_owners.spans(bucket)  # raises for parameters without an owner
             if not self._to_owners.has_one_owner:
-                line = OwnerLine(ranks, self._to_owners.lanes)
+                line = OwnerSums(ranks, self._to_owners.lanes)
                 return OwnerReduction(self._to_owners, line, bucket, all_used=all_used)
             state = ranks.process_group
         # A work, so that the watchdog sees who waits for the hook: PyTorch's DDP makes none.

@@ -172,7 +172,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Load a copied or pickled state; a copy has no overlap, lazily gathered model or mesh."""
         self._begin(state["core"])
-        if not self.core.ranks.is_let_go:
+        if not self.core.ranks.is_released:
             watch(self, self.core.ranks, self.core.inputs.options.on_stall)
 
     @property
@@ -195,7 +195,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             is_private = name.startswith("_") and not name.startswith("__")
             why = ", and shows no private names of the class that it shards" if is_private else ""
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'{why}")
-        return self.iteration.of_class(name, matches)
+        return self.iteration.forwarded_method(name, matches)
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute, of the user's class if that has it and this one does not; no communication."""
@@ -404,7 +404,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             RuntimeError: the optimizer is that of a fully sharded model. It stays attached.
         """
-        if self.core.ranks.is_let_go:
+        if self.core.ranks.is_released:
             return
         self.iteration.detach(wait=wait)
         unwatch(self)
@@ -437,7 +437,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         try:
             self.iteration.rebind(group, keep_state=keep_state)
         finally:
-            if self.core.ranks.is_let_go:  # as before
+            if self.core.ranks.is_released:  # as before
                 unwatch(self)
         learn_addresses(group)
         return self.core.snapshot.steps

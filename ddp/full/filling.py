@@ -158,7 +158,7 @@ class UnitFiller:
         for portion in sorted(self._waiting or (), key=lambda each: max(map(_nbytes, each), default=0)):
             self._close(portion)  # equal ones in the order of modules
         for bucket in set(self._bucket_of.values()):
-            bucket.let_go()
+            bucket.release()
 
     def _visit(self, module: nn.Module, outer: list[Tensor] | None) -> None:
         """Fill a module behind those below it; `outer` is the portion of the unit around it."""

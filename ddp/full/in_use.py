@@ -27,9 +27,9 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.pending import Pending
 from zero_optim.compat.engine import in_backward
 from zero_optim.ddp.full.guards import UnitMembers
-from zero_optim.ddp.full.launch_places import LaunchPlaces
+from zero_optim.ddp.full.launch_order import LaunchOrder
 from zero_optim.ddp.full.saved_reads import SavedReads
-from zero_optim.ddp.full.unit import Passage, Unit, UnitOrder, UnitValues
+from zero_optim.ddp.full.unit import Unit, UnitOrder, UnitUse, UnitValues
 from zero_optim.ddp.reducer.graph import on_gradient, replaced, tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.errors import RankMismatchError
@@ -105,7 +105,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
         self.unfinished: list[Callable[[], None]] = []  # end state dicts that broke off
         self._members = UnitMembers(self.model)
 
-    def use(self, group: RankGroup, engine: Engine, gathers: UnitGathers, places: LaunchPlaces) -> None:
+    def use(self, group: RankGroup, engine: Engine, gathers: UnitGathers, places: LaunchOrder) -> None:
         """Gather for this optimizer from now on; its ranks are the same as before."""
         self.group, self._engine, self.gathers, self._places = group, engine, gathers, places
 
@@ -213,12 +213,12 @@ class UnitsInUse(ModuleCalls, Uncopied):
                 if any(bucket.gathers.is_unclaimed for bucket in each.buckets):  # fetched, and not needed
                     self._at(Moment.AFTER_FORWARD, each.buckets, Purpose.TRAINING)
 
-    def _watch_inputs(self, unit: Unit, inputs: object) -> Passage | None:
+    def _watch_inputs(self, unit: Unit, inputs: object) -> UnitUse | None:
         """Return a passage that ends when all inputs of a call have their gradients."""
         if not torch.is_grad_enabled() or (in_backward() and unit.passages):
             return None
         tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-        passage, reached = Passage(len(tensors), in_backward()), weakly(self._input_reached)
+        passage, reached = UnitUse(len(tensors), in_backward()), weakly(self._input_reached)
         for tensor in tensors:
             on_gradient(tensor, lambda _: reached(unit.number, passage))
         if passage.is_again:  # reentrant checkpointing goes back through what is computed now
@@ -239,7 +239,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
 
     # ------------------------------------------------------------------ backward
 
-    def _output_reached(self, number: int, place: int | None = None, passage: Passage | None = None) -> None:
+    def _output_reached(self, number: int, place: int | None = None, passage: UnitUse | None = None) -> None:
         """Make a unit whole when its output has a gradient; RuntimeError with create_graph."""
         if torch.is_grad_enabled():
             raise RuntimeError(_SECOND)
@@ -249,7 +249,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
             left = {each: num for each, num in unit.passages.items() if not each.is_again}
             unit.passages = {**left, passage: passage.num_inputs}  # what was computed again, was for this one
 
-    def _input_reached(self, number: int, passage: Passage) -> None:
+    def _input_reached(self, number: int, passage: UnitUse) -> None:
         unit = self.units[number]
         if passage in unit.passages:
             unit.passages[passage] -= 1

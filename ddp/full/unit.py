@@ -10,7 +10,7 @@ OUTERMOST = "the outermost unit"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Passage:
+class UnitUse:
     """A call of a unit, for the backward pass through it; `is_again`: it computes activations again."""
 
     num_inputs: int  # that require a gradient
@@ -29,13 +29,13 @@ class Unit:
     waits_for: frozenset[int]
     has_frozen: bool  # so it also waits for the gradients of its inputs
     holds: int = 0  # users that need it whole, beside calls
-    passage: Passage | None = (
+    passage: UnitUse | None = (
         None  # its call's, where one is under way, if it waits for its inputs' gradients
     )
     arrived: set[int] = field(default_factory=set)  # parameters with a gradient in this backward pass
     # Calls whose outputs this backward pass has reached, each with how many of its inputs still lack their
     # gradients; 0 if none has one: then the unit stays whole until the end of the pass.
-    passages: dict[Passage, int] = field(default_factory=dict)
+    passages: dict[UnitUse, int] = field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:

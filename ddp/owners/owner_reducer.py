@@ -14,8 +14,8 @@ from zero_optim.comm.mesh import RankMesh, agree_between_replicas
 from zero_optim.comm.pending import Pending
 from zero_optim.compat.engine import backward_number
 from zero_optim.ddp.owners.owner_bucket import OwnerBucket
-from zero_optim.ddp.owners.owner_line import OwnerLine
 from zero_optim.ddp.owners.owner_rows import most_portions, num_portions
+from zero_optim.ddp.owners.owner_sums import OwnerSums
 from zero_optim.ddp.owners.owners import Owners
 from zero_optim.ddp.owners.replica_check import ReplicaCheck
 from zero_optim.ddp.reducer.assignment import (
@@ -217,17 +217,17 @@ class OwnerReducer(Reducer):
         """Put reduced gradients aside: autograd would add unreduced ones to them."""
         if self._check is not None:
             self._check.start()
-        line = OwnerLine(*self._route, is_apart=self._is_apart)
+        line = OwnerSums(*self._route, is_apart=self._is_apart)
         for bucket in self.assignment.buckets:
             assert isinstance(bucket, OwnerBucket)  # see `_assigned`
             earlier = {}
             for slot, (index, param) in enumerate(zip(bucket.indices, bucket.params, strict=True)):
                 if param.grad is not None and not self.history.carried[index]:
                     earlier[slot], param.grad = param.grad, None
-            bucket.begin(earlier, line.keep_pace, adds_at_once=self.defers_reports)
+            bucket.begin(earlier, line.advance, adds_at_once=self.defers_reports)
         return partial(self._start, line)
 
-    def _start(self, line: OwnerLine, bucket: ReducerBucket) -> Pending[Tensor]:
+    def _start(self, line: OwnerSums, bucket: ReducerBucket) -> Pending[Tensor]:
         if bucket.is_sparse:
             line.finish()
             return self._summing.start_sum(bucket.flat, bucket.label)

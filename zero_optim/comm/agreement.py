@@ -29,7 +29,7 @@ from zero_optim.errors import (
     mark_remote,
     message_of,
 )
-from zero_optim.host.meeting import meet
+from zero_optim.host.meeting import open_shared_memory
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -256,7 +256,9 @@ def find_memory(group: RankGroup) -> None:
         works.beside = RankGroup.of(process_group).works
         return process_group
 
-    works.memory, works.why_no_memory = meet(group.rank, works.limit, group.all_gather_json, connect)
+    works.memory, works.why_no_memory = open_shared_memory(
+        group.rank, works.limit, group.all_gather_json, connect
+    )
     if works.memory is None:
         logger.debug("ranks %s send through sockets: %s", ranks_text(works.ranks), works.why_no_memory)
 

@@ -41,7 +41,7 @@ from zero_optim.comm.frames import (
     unframed,
 )
 from zero_optim.comm.pending import Pending
-from zero_optim.comm.records import Doing
+from zero_optim.comm.records import ActivityScope
 from zero_optim.comm.traffic import Phase, Traffic, Waitable, broadcast_nbytes, sum_nbytes
 from zero_optim.comm.work_log import GroupWorks, log_of
 from zero_optim.comm.works import Work
@@ -52,19 +52,19 @@ from zero_optim.errors import RankMismatchError, RemoteRankError, StalledError
 from zero_optim.host.messages import OneHost, can_sum
 from zero_optim.host.several_hosts import SeveralHosts
 
-LET_GO = (
+RELEASED = (
     "the process group was let go by detach(): call rebind(), on all ranks of a new one. What was made for "
     "the one before, such as comm hooks, has to be made again"
 )
 
 
-class _LetGo:
+class _Released:
     """The place of a released process group; any use raises."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # Python asks for these itself
             raise AttributeError(name)
-        raise RuntimeError(LET_GO)
+        raise RuntimeError(RELEASED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class RankGroup:
     """A process group with group ranks 0 … size-1, this process among them.
 
     ``device``: of the library's small tensors. ``data_devices``: of the parameters, if known. ``phase``:
-    where traffic and waits are counted. ``is_let_go``: the process group was released.
+    where traffic and waits are counted. ``is_released``: the process group was released.
     """
 
     process_group: dist.ProcessGroup
@@ -83,7 +83,7 @@ class RankGroup:
     backends: Mapping[str, str] = field(compare=False)
     works: GroupWorks = field(compare=False, repr=False)
     phase: Phase = field(default_factory=Phase, compare=False, repr=False)
-    is_let_go: bool = field(default=False, compare=False, repr=False)
+    is_released: bool = field(default=False, compare=False, repr=False)
     _during: dict[object, "RankGroup"] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -111,7 +111,7 @@ class RankGroup:
         return replace(self, phase=replace(self.phase, traffic=Traffic()))
 
     def __reduce__(self) -> tuple[Callable[..., "RankGroup"], tuple[list[Tensor], float | None]]:
-        if self.is_let_go:
+        if self.is_released:
             raise TypeError("a detached optimizer cannot be pickled: save its owned_state() instead")
         if self.process_group is not dist.group.WORLD:
             raise TypeError("an optimizer over a sub-group cannot be pickled: save its state_dict() instead")
@@ -119,10 +119,10 @@ class RankGroup:
         placed = [torch.zeros(1, device=device) for device in self.data_devices]
         return _default_group, (placed, self.phase.timeout)
 
-    def let_go(self) -> "RankGroup":
+    def release(self) -> "RankGroup":
         """Return a copy without the process group: communication raises."""
-        nobody: Any = _LetGo()
-        return replace(self, process_group=nobody, is_let_go=True)
+        nobody: Any = _Released()
+        return replace(self, process_group=nobody, is_released=True)
 
     def during(self, phase: str, *, is_exposed: bool | None = None) -> "RankGroup":
         """Return a copy that counts traffic and waits under one of `traffic.PHASES`."""
@@ -164,9 +164,9 @@ class RankGroup:
         known = backend_for(self.backends, self.data_devices) if self.backends else ""
         return known or str(dist.get_backend(self.process_group))
 
-    def doing(self, name: str) -> Doing:
+    def doing(self, name: str) -> ActivityScope:
         """Return a context that records a call, such as ``step()``."""
-        return Doing(self.works.log.activity, name)
+        return ActivityScope(self.works.log.activity, name)
 
     def shared_memory(self, device: torch.device) -> OneHost | SeveralHosts | None:
         """Return what sends tensors of a device through memory, if the ranks have met and share it."""
@@ -180,8 +180,8 @@ class RankGroup:
         self, about: str = "", device: torch.device | None = None, *, runs_hook: bool = False
     ) -> Work:
         """Begin a work of the current phase, on a device's backend if given; StalledError if given up."""
-        if self.is_let_go:
-            raise RuntimeError(LET_GO)
+        if self.is_released:
+            raise RuntimeError(RELEASED)
         self.works.check()
         if device is None:
             return Work(self.works, self.phase, about, runs_hook=runs_hook)

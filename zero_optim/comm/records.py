@@ -41,7 +41,7 @@ class Activity:
         self.last = Mark(name, self.counts.get(name, 0), time.monotonic(), is_over=True)
 
 
-class Doing:
+class ActivityScope:
     """A context that names what this process does; untraced, for compiled steps."""
 
     __slots__ = ("_activity", "_name")

@@ -84,7 +84,7 @@ class GroupWorks:
         """Take part in calls through memory no more; its pages go back."""
         memory, self.memory = self.memory, None
         if memory is not None:
-            memory.let_go()
+            memory.release()
             self._drops_from = 0
             self.drop_ended()  # calls through it keep it
 

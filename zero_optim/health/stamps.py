@@ -63,7 +63,7 @@ class Call(NamedTuple):
     name: str
     origins: Origins
     failure: BaseException | None = None
-    tell_replicas: Callable[[BaseException], None] | None = None  # of a mesh, an error of this one
+    report_to_replicas: Callable[[BaseException], None] | None = None  # of a mesh, an error of this one
 
     @property
     def failure_text(self) -> str:
@@ -192,8 +192,8 @@ class Stamps:
         if not self._reported.issuperset(stamps.values()):
             self._reported = frozenset(stamps.values())
             error = self._find_error(group, self._step, stamps, "", call.origins)
-            if error is not None and call.tell_replicas is not None:
-                call.tell_replicas(error)
+            if error is not None and call.report_to_replicas is not None:
+                call.report_to_replicas(error)
             if error is not None:
                 raise error
 

@@ -23,7 +23,9 @@ Tell = Callable[[Any], list[Any]]  # tells all ranks a JSON value, and returns w
 Connect = Callable[[Sequence[int], str], dist.ProcessGroup]  # makes a group of some of the ranks, with a name
 
 
-def meet(rank: int, limit: float, tell: Tell, connect: Connect) -> tuple[OneHost | SeveralHosts | None, str]:
+def open_shared_memory(
+    rank: int, limit: float, tell: Tell, connect: Connect
+) -> tuple[OneHost | SeveralHosts | None, str]:
     """Return what sends through memory, or None and why; the same on every rank. ``limit``: of a call."""
     is_able = futex.has_futex() and hasattr(os, "pidfd_open")
     why_not = "" if is_able else "this system lacks what sharing memory needs: Linux on x86-64"

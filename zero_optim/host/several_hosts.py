@@ -83,10 +83,10 @@ class SeveralHosts:
         self._up.close(why)
         self._down.close(why)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Take part no more, with nothing that failed."""
-        self._up.let_go()
-        self._down.let_go()
+        self._up.release()
+        self._down.release()
 
     def wait(self, call: HostWork, seconds: float) -> None:
         """Wait until a call has ended, or failed."""

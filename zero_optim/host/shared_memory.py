@@ -232,7 +232,7 @@ class SharedMemory:
                 self.close(f"Timed out waiting {self._limit:g} s for the other ranks of this host")
         _end_all(ended)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Take part no more, with nothing that failed: what this rank has sent counts. Takes no lock."""
         self.close("Connection closed: this rank has let its process group go", gives_up=False)
 
@@ -308,7 +308,7 @@ _ALL: "weakref.WeakSet[SharedMemory]" = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     for memory in list(_ALL):
-        memory.let_go()
+        memory.release()
 
 
 class _Alive:

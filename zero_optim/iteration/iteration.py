@@ -52,7 +52,7 @@ class Iteration:
             if not self._ready_gradients(optimizer, scaler, failure, has_gradients=shared is None):
                 return loss
         except BaseException as error:
-            self._core.engine.tell_replicas(error)
+            self._core.engine.report_to_replicas(error)
             raise
         result = self._step_rows(shared, **kwargs)
         return loss if result is None else result
@@ -75,7 +75,7 @@ class Iteration:
         try:
             engine.on(Moment.STEP, engine.buckets, task)
         except BaseException as error:
-            engine.tell_replicas(error)
+            engine.report_to_replicas(error)
             raise
         return task.result
 
@@ -175,10 +175,10 @@ class Iteration:
                 "parameters. Save a checkpoint, build model and optimizer anew, and load it"
             )
         overlap, self._overlap = self._overlap, None
-        if overlap is not None and overlap.let_go(waits=wait):
+        if overlap is not None and overlap.release(waits=wait):
             core.snapshot.tear()
-        core.let_go(waits=wait)
-        self.joins.let_go()
+        core.release(waits=wait)
+        self.joins.release()
 
     def rebind(self, group: RankGroup, *, keep_state: bool) -> None:
         """Go on in another group; all its ranks call."""
@@ -188,7 +188,7 @@ class Iteration:
 
     # ------------------------------------------------------------------ beside a step
 
-    def of_class(self, name: str, matches: list[Any]) -> Any:  # noqa: ANN401 - whatever the class has
+    def forwarded_method(self, name: str, matches: list[Any]) -> Any:  # noqa: ANN401 - whatever the class has
         """Return an attribute of the local optimizers; a method is called on all of them, then gathers."""
         if not inspect.ismethod(matches[0]):
             return matches[0]

@@ -57,7 +57,7 @@ class Joins(Joinable):
         self._core = core
         self._is_announced = False  # Join knows that this rank is active in this iteration
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Begin anew: PyTorch leaves the configuration as the last Join set it."""
         Joins.__init__(self, self._core)
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from zero_optim.comm.collectives import LET_GO
+from zero_optim.comm.collectives import RELEASED
 from zero_optim.comm.lanes import Lease, lanes_beside, may_run_beside
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.errors import RankMismatchError, RemoteRankError
 from zero_optim.flow.flow import Flow, Worker
 from zero_optim.flow.schedule import Moment
 from zero_optim.iteration.joins import Joins
-from zero_optim.iteration.tasks import PartTask, whatever_happens
+from zero_optim.iteration.tasks import PartTask, finally_call
 from zero_optim.plan.groups import ParamGroup, params_of
 from zero_optim.state.core import Core
 
@@ -104,7 +104,7 @@ class Overlap:
         group = self.group.during("gather")
         return lanes_beside(group) if self.takes_thread else Lease.of(group)
 
-    def let_go(self, *, waits: bool) -> bool:
+    def release(self, *, waits: bool) -> bool:
         """Release the process groups, after steps if it ``waits``; return whether only some were stepped."""
         try:
             if waits:
@@ -115,7 +115,7 @@ class Overlap:
             is_left = True
         self.under_way = Flow()  # which ends the thread
         current, self.current = self.current, None
-        self.group = self.group.let_go()
+        self.group = self.group.release()
         self.lanes = Lease.of(self.group)
         if current is None:
             return is_left
@@ -123,8 +123,8 @@ class Overlap:
 
     def check_attached(self) -> None:
         """Raise RuntimeError if the process groups were released."""
-        if self.group.is_let_go:
-            raise RuntimeError(LET_GO)
+        if self.group.is_released:
+            raise RuntimeError(RELEASED)
 
     # ------------------------------------------------------------------ during the backward pass
 
@@ -146,7 +146,7 @@ class Overlap:
                 except (RemoteRankError, RankMismatchError) as error:
                     self.current.earlier = error  # raised when this pass has ended, for which others wait
 
-        with whatever_happens(end):
+        with finally_call(end):
             self._begin(joined=joined, lends=lends)
             has_begun = True
             core.prepare()
@@ -219,7 +219,7 @@ class Overlap:
         def end(failure: BaseException | None) -> None:
             engine.compare_calls(lane, self.core.call("step()", failure), with_last=not engine.is_lazy)
 
-        with whatever_happens(end):
+        with finally_call(end):
             try:
                 self._step_rest(late, joined=joined)
             finally:

@@ -122,7 +122,7 @@ class PartTask(Task):
 
 
 @contextmanager
-def whatever_happens(end: Callable[[BaseException | None], object]) -> Iterator[None]:
+def finally_call(end: Callable[[BaseException | None], object]) -> Iterator[None]:
     """Call ``end`` with the body's error or None: the other ranks wait for it."""
     try:
         yield

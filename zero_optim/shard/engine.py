@@ -107,7 +107,7 @@ class Engine:
         group.works.note_failure("")  # of an optimizer before this one
         self.buckets, self._numbers, self._active = [], {}, []
 
-    def let_go(self, *, waits: bool) -> None:
+    def release(self, *, waits: bool) -> None:
         """Wait for gathers or abandon them, then release the groups; no error if a rank died."""
         lanes, self._lanes = self._lanes, None
         try:
@@ -118,14 +118,14 @@ class Engine:
                 lanes.abandon()
         finally:
             self.under_way.abandon()
-        self.group, self.replicas, self._recipe = self.group.let_go(), None, ZERO1
+        self.group, self.replicas, self._recipe = self.group.release(), None, ZERO1
         self._choose()
 
     def join_replicas(self, tell: Callable[[BaseException], None]) -> None:
         """Send errors of failed steps to the other replicas of a mesh; ``tell`` holds no optimizer."""
         self.replicas = tell
 
-    def tell_replicas(self, error: BaseException) -> None:
+    def report_to_replicas(self, error: BaseException) -> None:
         """Send an exception that all ranks here raise to the other replicas."""
         if self.replicas is not None:
             self.replicas(error)
@@ -345,7 +345,7 @@ class Engine:
             if self.stamps is not None:
                 self.stamps.raise_failures(self.group)
         except RemoteRankError as error:
-            self.tell_replicas(error)
+            self.report_to_replicas(error)
             raise
 
 

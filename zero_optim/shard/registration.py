@@ -151,7 +151,7 @@ class Registration:
         if not was_open:
             return None
         for bucket in self.all_buckets:
-            bucket.let_go()
+            bucket.release()
         return self._taken_over
 
     def _make_whole(self, params: AbstractSet[Tensor], group: RankGroup) -> None:

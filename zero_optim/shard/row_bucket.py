@@ -183,7 +183,7 @@ class RowBucket(Uncopied, Bucket):
             if self.params[index] is param:
                 rows.copy_(whole[first : first + len(rows)] if rows.shape != whole.shape else whole)
         if values is None:
-            self.let_go(param)
+            self.release(param)
 
     @torch.no_grad()
     def load(self, values: Mapping[Tensor, Tensor]) -> None:
@@ -194,7 +194,7 @@ class RowBucket(Uncopied, Bucket):
                 rows.copy_(values[param])
         self.mark_changed()
 
-    def let_go(self, only: Tensor | None = None) -> None:
+    def release(self, only: Tensor | None = None) -> None:
         """Make all parameters, or one, show NaN and release their memory; their values are new."""
         self._has_changed = True
         for param, form, nan in zip(self.params, self.forms, self._freed.tensors, strict=True):

@@ -139,9 +139,9 @@ class Sharding:
                     reasons = why_whole(plan.pieces)
         return replace(plan, whole_because=tuple(whole_because))
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the process group."""
-        self._group = self._group.let_go()
+        self._group = self._group.release()
 
     def owned(self, params: Sequence[Tensor], plan: Plan) -> dict[Tensor, Piece]:
         """Return this rank's pieces, by parameter."""

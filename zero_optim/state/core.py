@@ -31,7 +31,7 @@ from zero_optim.plan.plan import describe_params
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.store import Store
-from zero_optim.state.moving import CutState, Held, RowMap
+from zero_optim.state.moving import CutState, RowMap, StateShard
 from zero_optim.state.options import PlanInputs
 from zero_optim.state.snapshot import Snapshot
 from zero_optim.step.averages import EMA
@@ -67,7 +67,7 @@ class Core:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, whose view of the state waits for its own gathers."""
         vars(self).update(state)
-        self.owned.leaves.let_go()
+        self.owned.leaves.release()
         if self.state is self.owned.shown:
             self.show_state()
 
@@ -79,17 +79,17 @@ class Core:
 
     def check_attached(self) -> None:
         """Raise RuntimeError if the optimizer is detached."""
-        if self.ranks.is_let_go:
+        if self.ranks.is_released:
             raise RuntimeError("the optimizer is detached: call rebind(), on all ranks of the new group")
 
-    def let_go(self, *, waits: bool) -> None:
+    def release(self, *, waits: bool) -> None:
         """Release the process group and everything built on it: Note [Detached] in `rebinding`."""
-        self.engine.let_go(waits=waits)
-        self.sharding.let_go()
-        self.owned.let_go()
+        self.engine.release(waits=waits)
+        self.sharding.release()
+        self.owned.release()
         works = self.ranks.works
         works.log.cut_if_failed(works.ranks)  # see Note [Groups that end] in `zero_optim.comm.work_log`
-        self.ranks, self.mesh = self.ranks.let_go(), None
+        self.ranks, self.mesh = self.ranks.release(), None
         if any(isinstance(param.grad, PartialGradient) for param in self.params):
             for param in self.params:
                 param.grad = None  # whole ones too: the next group may have other owners
@@ -119,7 +119,7 @@ class Core:
 
     def call(self, name: str, failure: BaseException | None = None) -> Call:
         """Describe a call for stamps, with its exception on this rank."""
-        return Call(name, self.owned.local.origins, failure, self.engine.tell_replicas)
+        return Call(name, self.owned.local.origins, failure, self.engine.report_to_replicas)
 
     def refresh(self) -> None:
         """Take over what the user changed in parameters and groups, as `Engine.refresh`."""
@@ -260,11 +260,11 @@ class Core:
         own.update(self.owned.local.beside())
         return {key: dict(value) if isinstance(value, OwnedEntries) else value for key, value in own.items()}
 
-    def held(self) -> Held:
+    def held(self) -> StateShard:
         """Return this rank's state and rows by parameter index, and global entries."""
         index_of = {param: index for index, param in enumerate(self.params)}
         state, rows = self.own_state(), self.owned.leaves.rows
-        return Held(
+        return StateShard(
             {index_of[key]: entries for key, entries in state.items() if isinstance(key, Tensor)},
             {index_of[param]: rows(param).detach() for param in self.own_params()},
             {key: value for key, value in state.items() if not isinstance(key, Tensor)},

@@ -15,7 +15,7 @@ from zero_optim.plan.groups import param_names
 from zero_optim.plan.pieces import Piece, num_rows, piece_of, whole_piece
 from zero_optim.probe.saved import BESIDE
 from zero_optim.state.core import Core
-from zero_optim.state.moving import Held, move, sent_by
+from zero_optim.state.moving import StateShard, move, sent_by
 from zero_optim.step.averages import EMA
 from zero_optim.step.leaves import MASTER
 
@@ -45,7 +45,7 @@ def consolidate(core: Core, to: int | Sequence[int] | None) -> None:
             agreed.items += [f"to={describe(to)}", f"groups of {sizes} parameters"]
         targets = check_targets(to, group.size)
         wanted = [tuple(Piece(rank, 0, num_rows(param.shape)) for rank in targets) for param in core.params]
-        held = Held(held.state, {}, held.everywhere)
+        held = StateShard(held.state, {}, held.everywhere)
         whole = move(group, core.row_map(core.piece_list(), wanted), held, copy_with=copied_to_cpu)
         if group.rank in targets:
             core.snapshot.hold({**whole.state, **whole.everywhere})
@@ -62,7 +62,7 @@ def load(
     agree(group, [f"src={describe(src)}"], "the source of load_state_dict")
     params, pieces = core.params, core.piece_list()
     source = group.rank if src is None else src
-    held = Held({})
+    held = StateShard({})
     beside: dict[str, Any] = {}
     with failing_together(group):
         core.owned.local.check_dicts()
@@ -71,7 +71,7 @@ def load(
             state_dict = run_hooks(dict(state_dict))
             check_fits(core, state_dict)
             keys, state = _saved_keys(state_dict), state_dict["state"]
-            held = Held({index: state[key] for index, key in enumerate(keys) if key in state})
+            held = StateShard({index: state[key] for index, key in enumerate(keys) if key in state})
             everywhere = {key: value for key, value in state.items() if key not in set(keys)}
             if core.owned.local.has_own_dict:
                 more = {key: state_dict[key] for key in state_dict if key not in ("state", "param_groups")}

@@ -154,7 +154,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class StateShard:
     """A rank's state and rows by parameter index, and global entries."""
 
     state: Mapping[int, Any]
@@ -202,7 +202,7 @@ class RowMap:
             takers.setdefault((holder, tuple(some)), []).append(rank)
         return [Parcel(holder, some, ranks) for (holder, some), ranks in takers.items()]
 
-    def message(self, parcel: Parcel, held: Held) -> dict[Any, Nested]:
+    def message(self, parcel: Parcel, held: StateShard) -> dict[Any, Nested]:
         """Collect a parcel: entries under the parameter's index, its own rows under ``~index``."""
         message: dict[Any, Nested] = dict(held.everywhere)
         for index, start, stop in parcel.moves:
@@ -238,11 +238,11 @@ class RowMap:
 def move(
     group: RankGroup,
     rows: RowMap,
-    held: Held,
+    held: StateShard,
     *,
     copy_with: Callable[[Tensor], Tensor] | None = None,
     about: str = "optimizer state",
-) -> Held:
+) -> StateShard:
     """Bring state to the ranks that want it; all ranks call. Returns this rank's part, in new CPU memory.
 
     A sender needs memory for one more piece of 16 MiB. ``copy_with`` copies uncut state that stays. On every
@@ -278,7 +278,7 @@ def move(
         merged = joined.merge([parts[holder] for holder in sorted(parts)])
     values = {~key: merged.pop(key)[_VALUES] for key in list(merged) if _is_values(key)}
     state = {key: merged.pop(key) for key in sorted(key for key in merged if isinstance(key, int))}
-    return Held(state, values, merged)
+    return StateShard(state, values, merged)
 
 
 def _is_values(key: object) -> bool:

@@ -1,7 +1,7 @@
 """Going to another process group, or to rows alone: plan anew, and move the state to its new owners.
 
 Note [Detached]
-    `Core.let_go` does not communicate, so it works after a failure too. It leaves this rank's parameters,
+    `Core.release` does not communicate, so it works after a failure too. It leaves this rank's parameters,
     their state and the options. Ranks are known by number only; calls that communicate raise.
 
 Note [Rebinding is building anew]
@@ -33,7 +33,7 @@ from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.store import Store
 from zero_optim.state.building import new_leaves, new_owned, new_sharding
 from zero_optim.state.core import Core
-from zero_optim.state.moving import Held, move, sent_by
+from zero_optim.state.moving import StateShard, move, sent_by
 from zero_optim.state.options import GroupOptions, PlanInputs
 from zero_optim.state.snapshot import Snapshot
 from zero_optim.step.local import LocalOptimizer
@@ -56,7 +56,7 @@ def rebind(core: Core, group: RankGroup, *, keep_state: bool) -> None:
     with group.doing("rebind()"):
         with failing_together(group):
             check_flags(keep_state=keep_state)
-            if not core.ranks.is_let_go:
+            if not core.ranks.is_released:
                 raise RuntimeError("expected a detached optimizer: call detach() before the group ends")
             group.check_serves(core.params)
             core.check_weights()
@@ -85,7 +85,7 @@ def shard_parameters(core: Core, store: Store) -> list[Bucket]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Holders:
+class _StateSources:
     """Who holds the state; if it ``shares``, the ``first`` sends options and global entries to the others."""
 
     first: int
@@ -95,7 +95,7 @@ class _Holders:
     shares: bool
 
 
-def _find_holders(core: Core, group: RankGroup, own: Held) -> _Holders | None:
+def _find_sources(core: Core, group: RankGroup, own: StateShard) -> _StateSources | None:
     """Find who holds the state, None if all ranks are new; raises on every rank unless it is one state."""
     pieces, snapshot = [core.sharding.piece_here(param) for param in core.params], core.snapshot
     rows = [[index, piece.start, piece.stop] for index, piece in enumerate(pieces) if piece is not None]
@@ -126,7 +126,7 @@ def _find_holders(core: Core, group: RankGroup, own: Held) -> _Holders | None:
     shares = len(holders) < group.size or any(each["has_everywhere"] for each in holders.values())
     steps = max(each["steps"] for each in holders.values())
     held = _pieces_of(core, {rank: each["rows"] for rank, each in holders.items()})
-    return _Holders(first, holders[first]["age"], steps, held, shares)
+    return _StateSources(first, holders[first]["age"], steps, held, shares)
 
 
 def _pieces_of(core: Core, holders: Mapping[int, list[list[int]]]) -> list[Pieces]:
@@ -158,7 +158,7 @@ def _pieces_of(core: Core, holders: Mapping[int, list[list[int]]]) -> list[Piece
 def _go_over(core: Core, group: RankGroup, inputs: PlanInputs, *, keep_state: bool) -> None:
     """Plan anew for a group, and move the state to its owners, or begin with new state; all ranks call."""
     params, leaves, local = core.params, core.owned.leaves, core.owned.local
-    own = Held({})
+    own = StateShard({})
     with failing_together(group):
         if keep_state:
             local.check_dicts()
@@ -169,7 +169,7 @@ def _go_over(core: Core, group: RankGroup, inputs: PlanInputs, *, keep_state: bo
         about.append(f"cuts of groups {inputs.may_cut(core.groups)}")
         items = [f"keep_state={keep_state}", *describe_params(core.groups), *about]
     agree(group, items, "the optimizers to be bound to one group")
-    holders = _find_holders(core, group, own) if keep_state else None
+    holders = _find_sources(core, group, own) if keep_state else None
     groups, everywhere = core.groups, dict[Any, Any]()
     if holders is not None and holders.shares:  # the first holder's options, and global entries
         shared, is_first = {}, group.rank == holders.first
@@ -179,7 +179,7 @@ def _go_over(core: Core, group: RankGroup, inputs: PlanInputs, *, keep_state: bo
         groups = groups if is_first else core.with_options(shared["options"])
         everywhere = shared["everywhere"]
     sharding, plan = _planned(core, group, inputs, groups, about)
-    part = Held({})
+    part = StateShard({})
     if holders is not None:
         part = move(group, core.row_map(holders.pieces, plan.pieces), replace(own, everywhere={}))
     owned = _built(core, group, inputs, sharding, plan, groups)

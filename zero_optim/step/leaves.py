@@ -7,7 +7,7 @@ Note [Masters and their parameters]
 
 Note [Leaves of cut parameters]
     The leaf of a cut parameter without a master views the owned rows only while a class uses it, as users,
-    buckets or copies may give the parameter other memory. `Leaves.let_go` points it at one expanded NaN:
+    buckets or copies may give the parameter other memory. `Leaves.release` points it at one expanded NaN:
     shapes stay readable, in-place arithmetic raises. `Leaves.in_use` copies values if the class gave the
     leaf other memory.
 """
@@ -63,7 +63,7 @@ class Leaves:
         self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # what stand-ins are made of
 
     def add(self, param: Tensor, piece: Piece) -> Tensor:
-        """Add an owned parameter and return its leaf, which views the rows until `let_go`."""
+        """Add an owned parameter and return its leaf, which views the rows until `release`."""
         self._pieces[param] = None if is_whole(piece, param.shape) else piece
         rows = self._at_home(param, self.rows(param))
         dtype, trains = self.stepped_dtype(param), param.requires_grad
@@ -152,13 +152,13 @@ class Leaves:
                 held.pop(param, None)
 
     def follow(self) -> None:
-        """Point leaves at their parameters' rows until `let_go`, for a class that may read them."""
+        """Point leaves at their parameters' rows until `release`, for a class that may read them."""
         for param in self.separate:
             if param not in self.masters:
                 self._put_over_rows(param)
 
     @torch.no_grad()
-    def let_go(self, some: Mapping[Tensor, Tensor] | None = None) -> None:
+    def release(self, some: Mapping[Tensor, Tensor] | None = None) -> None:
         """Drop the gradients of all leaves, or some, and the memory of all but masters."""
         for param, leaf in (self.separate if some is None else some).items():
             leaf.grad = None
@@ -198,7 +198,7 @@ class Leaves:
             finally:  # a step that broke off has changed parameters too, as in torch.optim
                 self._put_back(some)
         finally:
-            self.let_go(some)
+            self.release(some)
             for param, grad in before.items():
                 param.grad = grad
 

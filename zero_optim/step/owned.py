@@ -38,12 +38,12 @@ class OwnedState:
         self.leaves = leaves
         self._group = group
         average.add(owned)
-        leaves.let_go()
+        leaves.release()
         self.shown: Mapping[Any, Any] = {}  # what users see as the state, by `show`
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the process group; no communication."""
-        self._group = self._group.let_go()
+        self._group = self._group.release()
 
     def show(self, wait: Callable[[], None]) -> MutableMapping[Any, Any]:
         """Return the class's dict if it has all state, else a view; ``wait`` runs before a write to it."""
@@ -111,7 +111,7 @@ class OwnedState:
             self.local.drop_groups(before)
             self.leaves.drop(owned)
             raise
-        self.leaves.let_go()
+        self.leaves.release()
         self.average.add(owned)
 
     def remember(self, owned: Sequence[Tensor]) -> Callable[[], None]:
@@ -150,6 +150,6 @@ class OwnedState:
             undo()
             raise
         finally:
-            self.leaves.let_go()
+            self.leaves.release()
         self.leaves.load(masters)
         self.average.load(averages)

@@ -21,7 +21,7 @@ from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.reducer.backward_pass import BackwardPass
 
 
-class LaunchPlaces:
+class LaunchOrder:
     """Holds buckets back, and has them launched: Note [Places of launches]."""
 
     def __init__(self, units: Sequence[Unit], unit_of: Mapping[Tensor, int], reducer: OwnerReducer) -> None:

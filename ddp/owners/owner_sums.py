@@ -31,7 +31,7 @@ from zero_optim.flow.flow import Flow
 _NUM_UNDER_WAY = 2  # portions: while one is added, the next one is on its way
 
 
-class OwnerLine:
+class OwnerSums:
     """Buckets, of a pass or a hook: the first portion of one is sent while the last of another is summed.
 
     With ``streams`` an extra stream waits for the sums, and `finish` lets the current one wait for that.
@@ -54,7 +54,7 @@ class OwnerLine:
         self._num_summed = 0  # portions of all buckets, in their order
         self._begin, self._end = 0, 0  # the numbers of the last bucket's portions
 
-    def keep_pace(self, fraction: float) -> None:
+    def advance(self, fraction: float) -> None:
         """Bring pending portions, but for the last, as far as the bucket that fills, from 0 to 1."""
         count = self._end - self._begin
         self._advance(self._begin + max(0, min(int(fraction * count), count - 1)))
