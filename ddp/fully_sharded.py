@@ -276,7 +276,7 @@ def fully_shard(
         Exception: likewise, as `FullyShardedDataParallel`.
     """
     wrapper = FullyShardedDataParallel(module, optimizer, **options)
-    wrapper.units.keepalive = wrapper  # nobody else holds it
+    wrapper.units.keep_alive(wrapper)
     return module
 
 

@@ -109,6 +109,10 @@ class UnitsInUse(ModuleCalls, Uncopied):
         """Gather for this optimizer from now on; its ranks are the same as before."""
         self.group, self._engine, self.gathers, self._places = group, engine, gathers, places
 
+    def keep_alive(self, wrapper: "FullyShardedDataParallel") -> None:
+        """Hold the wrapper of a model that is sharded in place, which nobody else holds."""
+        self.keepalive = wrapper
+
     @property
     def buckets(self) -> list[RowBucket]:
         """Those of all units."""

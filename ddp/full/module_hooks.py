@@ -75,5 +75,5 @@ def unsharded(module: nn.Module, *, writes: bool = True) -> Iterator[None]:
     params = set[Tensor](module.parameters())
     chosen = [unit for unit in units.units if not params.isdisjoint(unit.params)]
     with units.on_request(chosen, as_kept=False) as request, units.pinned(chosen):
-        request.are_written = writes
+        request.mark(written=writes)
         yield

@@ -41,14 +41,15 @@ class _Walk:
     def leave(self, *, written: bool = False) -> None:
         """Release the values when the outermost visit ends; owners keep written ones."""
         self._visits.pop()
-        self._request.are_written |= written
+        if written:
+            self._request.mark(written=True)
         if not self._visits:
             self._units.unfinished.remove(self.break_off)
             self._end.close()
 
     def break_off(self) -> None:
         """End a walk over modules that an exception broke off: loaded values are dropped."""
-        self._request.are_written = False
+        self._request.mark(written=False)
         while self._visits:
             self._visits[-1].restore(written=False)
             self.leave()

@@ -74,6 +74,10 @@ class UnitValues:
     values: dict[Tensor, Tensor]
     are_written: bool = False  # so that owners take them over
 
+    def mark(self, *, written: bool) -> None:
+        """Have owners take the values over at the end, or not."""
+        self.are_written = written
+
 
 class UnitOrder:
     """The order in which passes of one kind need units: in the one `before`, and `now`."""
