@@ -67,7 +67,7 @@ class _UnitTask(Task):
         """Start the gather of a bucket."""
         return self._units.gathers.start(bucket, self._purpose, tells=self._tells)
 
-    def broke_off(self, error: BaseException, buckets: Sequence[Any]) -> None:
+    def clean_up(self, error: BaseException, buckets: Sequence[Any]) -> None:
         """If ranks gather different units, free these, and forget other gathers."""
         if isinstance(error, RankMismatchError):
             self._units.forget_gathers()

@@ -67,11 +67,11 @@ class Iteration:
         self.joins.end_step()
         return result
 
-    def _change(self, name: str, work: Callable[[], T], at_end: Callable[[], None] | None = None) -> T:
-        """Change this rank's parameters in ``work``, then gather; ``at_end`` runs before, also on errors."""
+    def _change(self, name: str, work: Callable[[], T], after_work: Callable[[], None] | None = None) -> T:
+        """Change this rank's parameters in ``work``, then gather; ``after_work`` also after an error."""
         engine = self._core.engine
         self._core.check_attached()
-        task = StepTask(self._core, name, work, at_end)
+        task = StepTask(self._core, name, work, after_work)
         try:
             engine.on(Moment.STEP, engine.buckets, task)
         except BaseException as error:

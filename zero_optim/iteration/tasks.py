@@ -1,4 +1,4 @@
-"""What `Engine.on` is asked for by ``step()``, and by a step during the backward pass."""
+"""Tasks of the engine: ``step()``, and parts of a step during the backward pass."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,11 +26,11 @@ class StepTask(Gathering, Generic[T]):
     result: T
 
     def __init__(
-        self, core: Core, name: str, work: Callable[[], T], at_end: Callable[[], None] | None = None
+        self, core: Core, name: str, work: Callable[[], T], after_work: Callable[[], None] | None = None
     ) -> None:
         super().__init__(core.engine)
         self._core, self._name = core, name
-        self._work, self._at_end = work, at_end  # the latter before the gather, also after an error
+        self._work, self._after_work = work, after_work  # the latter also after an error
         self._changed: frozenset[Bucket] = frozenset()
 
     def step(self, buckets: Sequence[Bucket]) -> None:
@@ -42,8 +42,8 @@ class StepTask(Gathering, Generic[T]):
                 core.check_gradients()
                 self.result = self._work()
             finally:
-                if self._at_end is not None:
-                    self._at_end()
+                if self._after_work is not None:
+                    self._after_work()
         except BaseException as error:  # noqa: BLE001 - raised after the gather, for which others wait
             self.failure = error
         moves_frozen, active = core.owned.local.moves_frozen, engine.agree_on_active(core.groups)
@@ -52,8 +52,8 @@ class StepTask(Gathering, Generic[T]):
             bucket.stepped(changed=bucket in self._changed)
         call = core.call(self._name, self.failure)
         engine.begin_call(core.groups, call)
-        tells = any(Operation.GATHER in bucket.schedule[Moment.STEP] for bucket in self._changed)
-        core.ranks.works.note_failure("" if tells else call.failure_text)
+        gathers_tell = any(Operation.GATHER in bucket.schedule[Moment.STEP] for bucket in self._changed)
+        core.ranks.works.note_failure("" if gathers_tell else call.failure_text)
         self._stamps = engine.stamps
 
     def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:

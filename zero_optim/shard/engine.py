@@ -1,7 +1,7 @@
 """The engine: it owns an optimizer's buckets, and runs for each the row of the table that was chosen for it.
 
-`Engine.on` is the only way in; `_reduce`, `_step`, `_gather`, `_wait` and `_free` alone touch buckets. All
-ranks make the same calls, in the same order of buckets. Who makes them:
+`Engine.on` alone starts the five operations: `_reduce`, `_step`, `_gather`, `_wait` and `_free`. All ranks make
+the same calls, in the same order of buckets. Who makes them:
 
 ==============================  ==========================================================================
 moment                          source
@@ -9,14 +9,15 @@ moment                          source
 before and after modules        hooks of modules: `zero_optim.shard.lazy`, and `ddp.full.in_use` for units
 a bucket has all gradients      a gradient's hook, by `ddp.reducer.backward_pass`
 a bucket is reduced             `iteration.overlap`, for the comm hook `zero_step`
-after the backward pass         the same, and units
-``step()``                      `iteration.iteration`
+after the backward pass         `iteration.overlap`, and `ddp.full.in_use`
+``step()``                      `iteration.iteration`, and `iteration.overlap` for what is left to step
 ==============================  ==========================================================================
 
 Note [Failures in a step]
     A rank whose step raises gathers all the same, and its stamp tells the others. On the CPU they raise as
     the gathers end, with that rank's number and message: a `RemoteRankError`, or an error of the same class
-    if that is a usual one. On an accelerator, or with lazy gathers, they raise in a later call.
+    if that is a usual one. On an accelerator, or with lazy gathers, they raise in a later call. At ZeRO-3,
+    where a step gathers nothing, see Note [Stamps of units] in `zero_optim.health.unit_stamps`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -71,7 +72,7 @@ class Gathering(Task):
         used = (group,) if lanes is None or not may_use_lanes(bucket, group) else lanes.groups
         return start_gather(used, bucket, None if self._stamps is None else self._stamps.send)
 
-    def broke_off(self, error: BaseException, buckets: Sequence[Any]) -> None:
+    def clean_up(self, error: BaseException, buckets: Sequence[Any]) -> None:
         """Let nobody else use lanes on which something failed."""
         if self._lanes is not None:
             self._lanes.abandon()
@@ -234,7 +235,7 @@ class Engine:
         moment: Moment,
         buckets: Sequence[Any],  # of parameters or of gradients
         task: Task,
-        only: Operation | None = None,
+        only: Operation | None = None,  # to gather ahead of the moment
     ) -> None:
         """Run what the rows of buckets have for a moment; at last raises what failed on this rank."""
         rows = [bucket.schedule.moments.get(moment, ()) for bucket in buckets]
@@ -284,7 +285,7 @@ class Engine:
                     else:
                         self.under_way.start(begin, keys=(bucket,))
         except BaseException as error:
-            task.broke_off(error, buckets)
+            task.clean_up(error, buckets)
             raise
 
     @eager
@@ -299,7 +300,7 @@ class Engine:
                     bucket.arrive()
                 task.arrived()
         except BaseException as error:
-            task.broke_off(error, buckets)
+            task.clean_up(error, buckets)
             raise
 
     def _free(self, _: Moment, buckets: Sequence[Any], task: Task) -> None:
@@ -307,7 +308,7 @@ class Engine:
             for bucket in buckets:
                 bucket.free()
         except BaseException as error:
-            task.broke_off(error, buckets)
+            task.clean_up(error, buckets)
             raise
 
     def gather_all(self) -> None:

@@ -1,6 +1,6 @@
 """A bucket of which each rank keeps its own row; its parameters are *whole* in use, else *freed*.
 
-No communication. Units run the rows `ZERO3` and `ZERO3_KEPT` of the schedule.
+No communication. Units run the row `ZERO3` of the schedule.
 
 Note [Freed in place]
     Autograd saves a parameter as the tensor object, but its view (``weight.t()``) by the storage. New

@@ -1,4 +1,4 @@
-"""What an engine is asked for: how a bucket is reduced, stepped and gathered at one moment."""
+"""The callbacks of one call of `Engine.on`: the engine decides when, a task how."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +10,7 @@ from zero_optim.shard.bucket import Bucket
 
 
 class Task:
-    """What one call of `Engine.on` is about: what each operation does that a row may have there."""
+    """How each operation is done that a row may have at a moment."""
 
     failure: BaseException | None = None  # of this rank; raised when the others have heard of it
     awaited: Flow | None = None  # gathers that this call itself waits for
@@ -38,5 +38,5 @@ class Task:
     def end(self) -> None:
         """Compare what ranks have done, after the last operation."""
 
-    def broke_off(self, error: BaseException, buckets: Sequence[Any]) -> None:
+    def clean_up(self, error: BaseException, buckets: Sequence[Any]) -> None:
         """Clean up after a gather, wait or free that raised."""
