@@ -1,5 +1,6 @@
 """Fully sharded models compute in one dtype, reduce in another, and step what owners keep, not rounded."""
 
+import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,12 @@ def as_kept(model: Any) -> dict[str, Tensor]:
     state = state_of(model)
     assert {tensor.dtype for tensor in state.values()} == {FP32}
     return state
+
+
+def nbytes_alive() -> int:
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}.values())
 
 
 class ByHand(nn.Module):
@@ -94,6 +101,17 @@ def test_a_policy_of_the_models_own_dtype_changes_no_bit() -> None:
     train(plain, one, range(3))
     train(model, other, range(3))
     assert_equal(as_kept(model), as_kept(plain))
+
+
+@on_ranks(2)
+def test_state_dicts_leave_no_memory_behind() -> None:
+    model, _ = fully(mixed_precision=NARROW)
+    loss_of(model, 0)
+    before = nbytes_alive()
+    state = model.state_dict()
+    model.load_state_dict(state)
+    del state
+    assert nbytes_alive() <= before
 
 
 @on_ranks(2, slow=4)

@@ -77,9 +77,9 @@ class _Visit:
     @torch.no_grad()
     def restore(self, *, written: bool) -> None:
         """Put the module's own parameters back; loaded values are in their places then."""
-        own, self.own = self.own, None
+        (own, self.own), (hidden, self.hidden) = (self.own, None), (self.hidden, ())
         assert own is not None  # the visit has begun
-        for name, param, place in self.hidden:
+        for name, param, place in hidden:
             loaded, own[name] = own[name], param
             if written and loaded is not None and loaded.data_ptr() != place.data_ptr():
                 place.copy_(loaded)
