@@ -86,6 +86,19 @@ class Traffic:
         return figures
 
 
+class _OpenSpans(threading.local):
+    """The open spans of a thread: of each the seconds of inner spans, and its begin.
+
+    A signal handler, which may open more, runs between any two lines.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: list[list[float]] = []
+
+
+_OPEN = _OpenSpans()
+
+
 @dataclass(frozen=True, slots=True)
 class Phase:
     """The phase, one of `PHASES`, of traffic and waits; its timeout is in seconds."""
@@ -101,39 +114,18 @@ class Phase:
 
     def held_up(self) -> AbstractContextManager[None]:
         """Return a context in which this thread waits or works for communication."""
-        return _Span(self.traffic, self.name) if self.is_exposed else nullcontext()
-
-
-class _OpenSpans(threading.local):
-    """The open spans of a thread: of each the seconds of inner spans, and its begin.
-
-    A signal handler, which may open more, runs between any two lines.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: list[list[float]] = []
-
-
-_OPEN = _OpenSpans()
-
-
-class _Span:
-    __slots__ = ("_name", "_traffic")
-
-    def __init__(self, traffic: Traffic, name: str) -> None:
-        self._traffic = traffic
-        self._name = name
+        return self if self.is_exposed else nullcontext()
 
     def __enter__(self) -> None:
-        _OPEN.seconds.append([0.0, self._traffic.clock()])
+        _OPEN.seconds.append([0.0, self.traffic.clock()])
 
     def __exit__(self, *_: object) -> None:
         spans = _OPEN.seconds
         inner, began = spans.pop()
-        seconds = self._traffic.clock() - began
+        seconds = self.traffic.clock() - began
         if spans:
             spans[-1][0] += seconds
-        self._traffic.add(self._name, seconds=seconds - inner)
+        self.traffic.add(self.name, seconds=seconds - inner)
 
 
 def broadcast_nbytes(nbytes: int, behind: int, size: int, *, is_tree: bool) -> int:

@@ -120,7 +120,7 @@ class SharedMemory:
     ) -> None:
         """Do something with bytes of some ranks; ``parts`` are lengths, and what is done."""
         head = bytes(_head(work, kind, tag, [nbytes for nbytes, _ in parts]))
-        receivers = [self.receivers[peer] for peer in peers]
+        receivers = list(map(self.receivers.__getitem__, peers))
         steps = list[Step]()
 
         def check(_start: int, _count: int) -> bool:
