@@ -2,7 +2,8 @@
 
 Note [A new transport]
     `Transport` answers every question about a backend for one device type, as NCCL and unknown backends do. A
-    new one is a subclass, with its name in `TRANSPORTS`; only `run`, `comm.agreement` and `compat.engine` compare names.
+    new one is a subclass, with its name in `TRANSPORTS`; beside it `run`, `comm.agreement` and
+    `compat.engine` compare names.
     Collectives that start in another way get a branch in `collectives` or `sending`.
 
 Note [Devices of a group]
