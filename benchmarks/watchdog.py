@@ -22,9 +22,10 @@ from models import workload
 
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.traffic import Phase, Traffic, Waitable
+from zero_optim.comm.traffic import Phase, Traffic
 from zero_optim.comm.works import Work
 from zero_optim.ddp import DistributedDataParallel
+from zero_optim.flow.pending import Waitable
 
 MODELS = ("tiny", "gpt")
 TARGET = 0.005

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside
-from zero_optim.comm.pending import Pending
 from zero_optim.comm.row_sum import start_row_sum
 from zero_optim.compat.streams import (
     Event,
@@ -25,6 +24,7 @@ from zero_optim.compat.streams import (
     wait_for_event,
 )
 from zero_optim.flow.flow import Flow
+from zero_optim.flow.pending import Pending
 
 Callback: TypeAlias = Callable[[Tensor], None]
 _Kind: TypeAlias = tuple[dist.ProcessGroup | None, torch.dtype, torch.device]  # of inputs sent together

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat import private
-from zero_optim.compat.engine import after_backward, eager
+from zero_optim.compat.autograd import after_backward, eager
 from zero_optim.ddp.rebindable import RebindableWrapper
 from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.inbox import weakly

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat import private
-from zero_optim.compat.engine import eager
+from zero_optim.compat.autograd import eager
 from zero_optim.ddp.wrapper_checks import agree_on_model
 from zero_optim.health.watchdog import unwatch, watch
 

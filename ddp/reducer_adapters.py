@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from zero_optim.compat.engine import eager
+from zero_optim.compat.autograd import eager
 from zero_optim.compat.streams import HostCopy, is_asynchronous
 from zero_optim.ddp.reducer.reducer import Reducer
 

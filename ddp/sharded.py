@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_optim.comm.agreement import agreeing, failing_together
 from zero_optim.comm.mesh import RankMesh
-from zero_optim.compat.engine import eager
+from zero_optim.compat.autograd import eager
 from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.owners.sharded_module import Accumulate, ShardedModule

@@ -15,11 +15,11 @@ from torch import Tensor
 from zero_optim.comm.agreement import agree
 from zero_optim.comm.collectives import RELEASED
 from zero_optim.comm.lanes import Lease, lanes_for_rows
-from zero_optim.compat import engine, private
+from zero_optim.compat import autograd, private
 from zero_optim.compat.streams import HostCopy, StreamBeside, future_on, record_use, to_device
+from zero_optim.ddp.owners.owner_gradients import Owners
 from zero_optim.ddp.owners.owner_rows import OwnerRows
 from zero_optim.ddp.owners.owner_sums import OwnerSums
-from zero_optim.ddp.owners.owners import Owners
 from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, real_buffer
 from zero_optim.iteration.joins import NO_JOIN
@@ -234,16 +234,16 @@ class ReduceToOwners:
         """Start a bucket's reduction, and wait for an earlier one."""
         # Our DDP also calls outside a backward pass, to end one that broke off; it raises afterwards.
         line, group = self._line, self._line.inner
-        is_known = engine.in_backward() and engine.backward_number() in self._ending
+        is_known = autograd.in_backward() and autograd.backward_number() in self._ending
         if bucket.index() == 0 and not is_known:  # else Note [Numbers of a static graph] in `stepper`
             if self._optimizer.ranks is not group:
                 raise RuntimeError(RELEASED)
             line.finish()  # what a pass that broke off has left
             self._ending = set()
             self._gradients.begin()
-        if engine.in_backward() and not is_known:
-            self._ending.add(engine.backward_number())
-            engine.after_backward(lambda: engine.after_backward(self._end))  # behind the callback of DDP
+        if autograd.in_backward() and not is_known:
+            self._ending.add(autograd.backward_number())
+            autograd.after_backward(lambda: autograd.after_backward(self._end))  # behind the callback of DDP
         self._gradients.spans(bucket)  # raises for parameters without an owner
         if self._gradients.has_one_owner:
             group.during("reduce").count_sum(bucket.buffer())
@@ -251,11 +251,11 @@ class ReduceToOwners:
         done: TensorFuture = future_on(bucket.buffer().device)
         # DDP itself finds out which parameters no rank used
         OwnerReduction(self._gradients, line, bucket, all_used=True, then=done.set_result)
-        if bucket.is_last() or engine.has_computed_all():  # perhaps no later hook comes, and DDP waits
+        if bucket.is_last() or autograd.has_computed_all():  # perhaps no later hook comes, and DDP waits
             line.finish()
         return done
 
     def _end(self) -> None:
         """Set partial gradients after DDP has assigned its own, at the end of the outermost pass."""
-        if not engine.in_outer_backward():
+        if not autograd.in_outer_backward():
             self._gradients.set_partial()

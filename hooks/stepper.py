@@ -23,11 +23,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_optim.comm.agreement import agreeing, check_flags, raise_together
-from zero_optim.comm.pending import Pending
 from zero_optim.comm.works import Work
-from zero_optim.compat import engine
+from zero_optim.compat import autograd
 from zero_optim.compat.streams import future_on
 from zero_optim.ddp.owners.owner_sums import OwnerSums
+from zero_optim.flow.pending import Pending
 from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, name_of
 from zero_optim.hooks.owners import OwnerGradients, OwnerReduction
@@ -191,14 +191,14 @@ class ZeroStep:
 
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start a bucket's reduction and queue it."""
-        number, joined, params = bucket.index(), not engine.in_backward(), bucket.parameters()
-        of, is_known = self._pass, not joined and engine.backward_number() in self._ending
+        number, joined, params = bucket.index(), not autograd.in_backward(), bucket.parameters()
+        of, is_known = self._pass, not joined and autograd.backward_number() in self._ending
         if of is None or (number <= of.number and not is_known):  # the pass before may have broken off
             of = self._new_pass(joined)
         of.number, of.is_complete = number, bucket.is_last()
-        if not joined and engine.backward_number() not in self._ending:
-            self._ending.add(engine.backward_number())
-            engine.after_backward(self._before_end)
+        if not joined and autograd.backward_number() not in self._ending:
+            self._ending.add(autograd.backward_number())
+            autograd.after_backward(self._before_end)
         buffer = bucket.buffer()
         all_used = getattr(bucket, "all_used", False) or self._all_used()
         reduced = self._reduction(state, bucket, all_used)
@@ -208,7 +208,7 @@ class ZeroStep:
                 self._optimizer.core.check_sparse(params)
         done: TensorFuture = future_on(buffer.device)
         self._held.append(Task(of, params, buffer, reduced, all_used, done))
-        if self._interleave or of.is_complete or engine.has_computed_all():
+        if self._interleave or of.is_complete or autograd.has_computed_all():
             self._put_held(of)
         if joined and of.is_complete:  # there is no backward pass to end
             self._end_joined(of)
@@ -269,14 +269,14 @@ class ZeroStep:
 
     def _before_end(self) -> None:
         """Queue `_end` behind DDP's callback; wait for the thread here, to measure the wait."""
-        engine.after_backward(self._end)
-        of, is_inner = self._pass, engine.in_outer_backward()
+        autograd.after_backward(self._end)
+        of, is_inner = self._pass, autograd.in_outer_backward()
         if self._overlap.takes_thread and of is not None and (of.is_complete or not is_inner):
             self._overlap.wait_for_steps()
 
     def _end(self) -> None:
         """Step late buckets after DDP has assigned the gradients; raise what failed."""
-        of, is_inner = self._pass, engine.in_outer_backward()
+        of, is_inner = self._pass, autograd.in_outer_backward()
         if of is None or (is_inner and not of.is_complete):  # it has ended already, or more is to come
             self._set_partial(is_inner)
             return

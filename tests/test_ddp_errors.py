@@ -18,7 +18,7 @@ from parity_runs import STAGES, Row, Run, Stage
 from pool import on_ranks
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.compat.engine import after_backward
+from zero_optim.compat.autograd import after_backward
 from zero_optim.ddp import (
     DistributedDataParallel,
     ShardedDataParallel,

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from fake_streams import fake_streams
-from zero_optim.comm.pending import Pending
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.errors import StalledError
 from zero_optim.flow.flow import Flow, Worker
+from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import (
     LAZY,
     OVERLAP,

@@ -29,7 +29,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.comm.row_sum import start_row_sum
 from zero_optim.comm.sending import exchange, spread_rows
-from zero_optim.compat.engine import default_store
+from zero_optim.compat.autograd import default_store
 from zero_optim.host import messages
 from zero_optim.host.channel import PIECE, Sender
 from zero_optim.host.messages import OneHost

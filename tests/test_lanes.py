@@ -26,7 +26,7 @@ from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
 from zero_optim.comm import agreement
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside, lease
-from zero_optim.compat.engine import timeout_of
+from zero_optim.compat.autograd import timeout_of
 from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel
 from zero_optim.health.watchdog import watching
 from zero_optim.hooks import zero_step

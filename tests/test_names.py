@@ -216,7 +216,7 @@ class Hidden(types.ModuleType):
 
 sys.modules["zero_optim.compat.private"] = Hidden("zero_optim.compat.private")
 import zero_optim, zero_optim.checkpoint, zero_optim.ddp, zero_optim.hooks
-assert zero_optim.compat.engine.private.WORKS_WITH == "none"
+assert zero_optim.compat.autograd.private.WORKS_WITH == "none"
 """
 
 

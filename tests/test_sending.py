@@ -21,8 +21,8 @@ from zero_optim.comm.backends import parse_config
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.comm.sending import exchange
-from zero_optim.compat import engine, private
-from zero_optim.compat.engine import coalesced, coalesces, make_group
+from zero_optim.compat import autograd, private
+from zero_optim.compat.autograd import coalesced, coalesces, make_group
 
 # ---------------------------------------------------------------------- exchanges and lanes
 
@@ -189,7 +189,7 @@ def test_a_lane_of_the_newer_nccl_waits_for_its_first_collective_on_the_device_o
     with (
         mock.patch.object(dist, "ProcessGroupNCCL", LegacyNCCL, create=True),
         mock.patch.object(private, "new_process_group_helper", return_value=(BoundGroup(), None)) as helper,
-        mock.patch.object(engine, "backends_behind", return_value=[default()]),
+        mock.patch.object(autograd, "backends_behind", return_value=[default()]),
     ):
         world.bound_device_id = GPU3
         try:

@@ -28,7 +28,7 @@ from zero_optim import RankMismatchError, StalledError, ZeroRedundancyOptimizer,
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import host_lanes_beside
 from zero_optim.comm.records import OVERLAPPED_STEP
-from zero_optim.compat.engine import default_store
+from zero_optim.compat.autograd import default_store
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.health.diagnosis import Status, wait_for_each_other
 from zero_optim.health.peers import Listener, Presence

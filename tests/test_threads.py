@@ -15,7 +15,7 @@ from stalling import outcomes
 from waiting import LIMIT, wait_until
 from zero_optim import share_host_memory
 from zero_optim.comm.work_log import WorkLog
-from zero_optim.compat.engine import default_store
+from zero_optim.compat.autograd import default_store
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.health.peers import Directory, in_threads
 from zero_optim.health.verdicts import Verdicts

@@ -17,9 +17,9 @@ from stalling import TIMEOUT, Others, about_to_stall, linear, outcomes, sharded
 from waiting import wait_until
 from zero_optim.comm import sending
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.traffic import Waitable
-from zero_optim.compat.engine import default_store
+from zero_optim.compat.autograd import default_store
 from zero_optim.errors import StalledError
+from zero_optim.flow.pending import Waitable
 
 
 def state_of(pid: int) -> str:

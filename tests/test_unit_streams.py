@@ -3,7 +3,7 @@
 import torch
 
 from fake_streams import FakeStream, fake_streams
-from zero_optim.comm.pending import Pending
+from zero_optim.flow.pending import Pending
 from zero_optim.plan.layout import whole
 from zero_optim.shard.row_bucket import RowBucket
 

@@ -25,7 +25,7 @@ from zero_optim.comm.backends import raised_by_backend
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.work_log import WorkLog, explain_nothing
 from zero_optim.comm.works import Work
-from zero_optim.compat.engine import default_store
+from zero_optim.compat.autograd import default_store
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.errors import StalledError

@@ -16,7 +16,7 @@ from zero_optim.comm.backends import as_lists
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import PHASES
 from zero_optim.compat import private
-from zero_optim.compat.engine import register_with_pytorch
+from zero_optim.compat.autograd import register_with_pytorch
 from zero_optim.explain import Explanation, explain
 from zero_optim.health.watchdog import OnStall, learn_addresses, patient, unwatch, watch
 from zero_optim.iteration import Iteration

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_optim.compat import private
-from zero_optim.compat.engine import eager
+from zero_optim.compat.autograd import eager
 from zero_optim.plan.groups import names_text
 from zero_optim.plan.strides import kept_dtype
 from zero_optim.shard.row_bucket import Uncopied

@@ -24,23 +24,21 @@ import torch
 from torch import nn
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.pending import Pending
-from zero_optim.compat.engine import in_backward
+from zero_optim.compat.autograd import in_backward
 from zero_optim.ddp.full.guards import UnitMembers
 from zero_optim.ddp.full.launch_order import LaunchOrder
 from zero_optim.ddp.full.saved_reads import SavedReads
 from zero_optim.ddp.full.unit import Unit, UnitOrder, UnitUse, UnitValues
+from zero_optim.ddp.full.unit_task import UnitTask
 from zero_optim.ddp.reducer.graph import on_gradient, replaced, tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
-from zero_optim.errors import RankMismatchError
 from zero_optim.flow.schedule import Moment, Operation
 from zero_optim.health.unit_stamps import Purpose
-from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.gathers import UnitGathers
 from zero_optim.shard.module_calls import Call, ModuleCalls
-from zero_optim.shard.row_bucket import RowBucket, Uncopied, WideBucket
-from zero_optim.shard.task import Task
+from zero_optim.shard.row_bucket import RowBucket, Uncopied
+from zero_optim.shard.wide_bucket import WideBucket
 
 if TYPE_CHECKING:
     from zero_optim.ddp.full.construction import Arguments
@@ -50,39 +48,6 @@ _SECOND = (
     "create_graph=True is not possible with FullyShardedDataParallel: the gradients of gradients would read "
     "parameters that are freed by then. Use ShardedDataParallel"
 )
-
-
-class _UnitTask(Task):
-    """Gathers and frees units, for a purpose; if it ``tells`` of failures of the last step."""
-
-    def __init__(self, units: "UnitsInUse", purpose: Purpose, *, tells: bool) -> None:
-        self._units, self._purpose, self._tells = units, purpose, tells
-        self._is_here = False
-
-    def to_gather(self, buckets: Sequence[Any]) -> Sequence[Any]:
-        """Leave out what is whole or comes."""
-        return [bucket for bucket in buckets if bucket.needs_gather]
-
-    def gather(self, bucket: Bucket) -> Pending[None]:
-        """Start the gather of a bucket."""
-        return self._units.gathers.start(bucket, self._purpose, tells=self._tells)
-
-    def clean_up(self, error: BaseException, buckets: Sequence[Any]) -> None:
-        """If ranks gather different units, free these, and forget other gathers."""
-        if isinstance(error, RankMismatchError):
-            self._units.forget_gathers()
-            for bucket in buckets:
-                bucket.free()
-
-    def arrived(self) -> None:
-        """Raise RankMismatchError if a rank gathered another unit."""
-        self._units.gathers.stamps.check()
-        self._is_here = True
-
-    def end(self) -> None:
-        """Compare the stamps that came."""
-        if self._tells and self._is_here:
-            self._units.gathers.stamps.look()
 
 
 class UnitsInUse(ModuleCalls, Uncopied):
@@ -125,7 +90,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
     # ------------------------------------------------------------------ operations
 
     def _at(self, moment: Moment, buckets: list[RowBucket], purpose: Purpose, tells: bool = False) -> None:
-        self._engine.on(moment, buckets, _UnitTask(self, purpose, tells=tells))
+        self._engine.on(moment, buckets, UnitTask(self, purpose, tells=tells))
 
     def forget_gathers(self) -> None:
         """Forget all gathers, which may never come, as ranks gather different units."""
@@ -136,7 +101,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
     def _fetch(self, number: int | None, purpose: Purpose, tells: bool = False) -> None:
         """Start the gather of a unit ahead of the moment that waits for it."""
         if number is not None:
-            task = _UnitTask(self, purpose, tells=tells)
+            task = UnitTask(self, purpose, tells=tells)
             buckets = self.units[number].buckets
             self._engine.on(Moment.BEFORE_FORWARD, buckets, task, only=Operation.GATHER)
 
@@ -317,7 +282,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
         if as_kept and any(unit.is_rounded for unit in units):
             self.check_unpinned()  # of all, so that a walk over modules raises before it has changed anything
             held, wide = [], list(map(WideBucket, _buckets_of(units)))
-            self._engine.on(Moment.BEFORE_FORWARD, wide, _UnitTask(self, Purpose.AS_KEPT, tells=False))
+            self._engine.on(Moment.BEFORE_FORWARD, wide, UnitTask(self, Purpose.AS_KEPT, tells=False))
         elif tells:
             self.gathers.stamps.begin_pass()
         request = UnitValues({param: param for unit in held for param in unit.params})

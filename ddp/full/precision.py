@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from zero_optim.compat.engine import eager
+from zero_optim.compat.autograd import eager
 from zero_optim.ddp.reducer.graph import replaced
 from zero_optim.plan.groups import names_text
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from zero_optim.compat import private
-from zero_optim.compat.engine import has_saved_tensors_hooks, in_backward
+from zero_optim.compat.autograd import has_saved_tensors_hooks, in_backward
 from zero_optim.ddp.full.unit import Unit
 from zero_optim.shard.places import is_freed
 

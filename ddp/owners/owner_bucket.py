@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from zero_optim.compat import private, streams
+from zero_optim.ddp.owners.owner_gradients import Owners
 from zero_optim.ddp.owners.owner_rows import OwnerRows
-from zero_optim.ddp.owners.owners import Owners
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.plan.layout import Extent, Row, rows_apart, spans_of
 from zero_optim.plan.plan import ACCELERATOR_ALIGNMENT_NBYTES, ALIGNMENT_NBYTES

@@ -11,12 +11,11 @@ from torch import Tensor
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.comm.mesh import RankMesh, agree_between_replicas
-from zero_optim.comm.pending import Pending
-from zero_optim.compat.engine import backward_number
+from zero_optim.compat.autograd import backward_number
 from zero_optim.ddp.owners.owner_bucket import OwnerBucket
+from zero_optim.ddp.owners.owner_gradients import Owners
 from zero_optim.ddp.owners.owner_rows import most_portions, num_portions
 from zero_optim.ddp.owners.owner_sums import OwnerSums
-from zero_optim.ddp.owners.owners import Owners
 from zero_optim.ddp.owners.replica_check import ReplicaCheck
 from zero_optim.ddp.reducer.assignment import (
     BucketAssignment,
@@ -29,6 +28,7 @@ from zero_optim.ddp.reducer.graph import accumulates
 from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.reducer.reduction import Launch
+from zero_optim.flow.pending import Pending
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.strides import kept_dtype
 from zero_optim.step.partial import PartialGradient

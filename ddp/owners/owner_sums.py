@@ -22,11 +22,11 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
-from zero_optim.comm.pending import Pending
 from zero_optim.comm.row_sum import start_row_sum
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.ddp.owners.owner_rows import OwnerRows
 from zero_optim.flow.flow import Flow
+from zero_optim.flow.pending import Pending
 
 _NUM_UNDER_WAY = 2  # portions: while one is added, the next one is on its way
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import bytes_to_tensor, ranks_text
-from zero_optim.comm.pending import Pending
 from zero_optim.compat.streams import is_asynchronous, to_device
 from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.errors import RankMismatchError, RemoteRankError, message_of
+from zero_optim.flow.pending import Pending
 from zero_optim.health.stamp import STAMP_NBYTES, Arrival, Stamp, parted
 from zero_optim.health.stamps import Options, options_text, shortened
 from zero_optim.optimizer import ZeroRedundancyOptimizer

@@ -25,7 +25,7 @@ from zero_optim.shard.engine import Engine
 from zero_optim.shard.task import Task
 
 if TYPE_CHECKING:
-    from zero_optim.comm.pending import Pending
+    from zero_optim.flow.pending import Pending
 
 
 class Phase(Enum):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from zero_optim.compat.engine import in_distributed_autograd, runs_distributed_backward, will_run
+from zero_optim.compat.autograd import in_distributed_autograd, runs_distributed_backward, will_run
 
 
 def tensors_in(value: object) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from zero_optim.compat import private
-from zero_optim.compat.engine import after_backward
+from zero_optim.compat.autograd import after_backward
 from zero_optim.ddp.reducer.backward_pass import BackwardPass, Phase
 from zero_optim.ddp.reducer.graph import nearest, on_gradient, reaches, refuse_distributed_backward
 

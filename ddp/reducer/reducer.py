@@ -20,7 +20,7 @@ from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.backends import as_lists
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.records import Activity
-from zero_optim.compat.engine import in_backward
+from zero_optim.compat.autograd import in_backward
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassWithGraph, Phase, Reductions

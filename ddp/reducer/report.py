@@ -22,9 +22,9 @@ from torch import Tensor
 from zero_optim.comm.agreement import gather_reports
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import ranks_by_value, ranks_text
-from zero_optim.comm.pending import Pending
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.errors import ReductionError
+from zero_optim.flow.pending import Pending
 
 
 class FailureReport:

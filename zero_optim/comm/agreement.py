@@ -18,7 +18,7 @@ import torch.distributed as dist
 from zero_optim.comm.backends import ON_HOST, late_or_closed
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import SHORT, ranks_by_value, ranks_text, values_text
-from zero_optim.compat.engine import make_group, timeout_of
+from zero_optim.compat.autograd import make_group, timeout_of
 from zero_optim.errors import (
     CheckpointError,
     NotConsolidatedError,

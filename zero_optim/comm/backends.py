@@ -3,7 +3,7 @@
 Note [A new transport]
     `Transport` answers every question about a backend for one device type, as NCCL and unknown backends do. A
     new one is a subclass, with its name in `TRANSPORTS`; beside it `run`, `comm.agreement` and
-    `compat.engine` compare names.
+    `compat.autograd` compare names.
     Collectives that start in another way get a branch in `collectives` or `sending`.
 
 Note [Devices of a group]
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_optim.compat import private
-from zero_optim.compat.engine import backends_behind
+from zero_optim.compat.autograd import backends_behind
 from zero_optim.compat.streams import current_device, is_asynchronous
 
 T = TypeVar("T")

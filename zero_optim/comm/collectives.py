@@ -40,15 +40,15 @@ from zero_optim.comm.frames import (
     tensor_to_bytes,
     unframed,
 )
-from zero_optim.comm.pending import Pending
 from zero_optim.comm.records import ActivityScope
-from zero_optim.comm.traffic import Phase, Traffic, Waitable, broadcast_nbytes, sum_nbytes
+from zero_optim.comm.traffic import Phase, Traffic, broadcast_nbytes, sum_nbytes
 from zero_optim.comm.work_log import GroupWorks, log_of
 from zero_optim.comm.works import Work
 from zero_optim.compat import private
-from zero_optim.compat.engine import coalesced, coalesces, timeout_of
+from zero_optim.compat.autograd import coalesced, coalesces, timeout_of
 from zero_optim.compat.streams import HostCopy, to_device
 from zero_optim.errors import RankMismatchError, RemoteRankError, StalledError
+from zero_optim.flow.pending import Pending, Waitable
 from zero_optim.host.messages import OneHost, can_sum
 from zero_optim.host.several_hosts import SeveralHosts
 

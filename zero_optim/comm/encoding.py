@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.compat import private
-from zero_optim.compat.engine import wraps_tensors
+from zero_optim.compat.autograd import wraps_tensors
 from zero_optim.plan.strides import dense_strides
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)

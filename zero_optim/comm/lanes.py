@@ -26,7 +26,7 @@ from torch import Tensor
 from zero_optim.comm.agreement import find_memory, make_together
 from zero_optim.comm.backends import TRANSPORTS, Transport
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.compat.engine import timeout_of
+from zero_optim.compat.autograd import timeout_of
 from zero_optim.errors import RankMismatchError
 
 # Beyond this number, garbage is collected before a lane is made: it may hold lanes. That takes some 0.1 s.

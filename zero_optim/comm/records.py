@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zero_optim.compat.engine import untraced
+from zero_optim.compat.autograd import untraced
 from zero_optim.errors import StalledError
 
 OVERLAPPED_STEP = "an overlapped step"  # the name of one bucket's local step, on whichever thread

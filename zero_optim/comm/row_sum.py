@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.pending import Pending
 from zero_optim.comm.sending import Lanes, exchange, start_parts
 from zero_optim.compat.streams import StreamBeside
+from zero_optim.flow.pending import Pending
 
 LEAST_PART_NBYTES = 2**16
 _ADDED_AT_ONCE = 2**20  # elements that are added in float32

@@ -20,11 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.pending import AfterEvent, Pending
-from zero_optim.comm.traffic import Waitable
 from zero_optim.comm.unended import SMALL, Paired
-from zero_optim.compat.engine import coalesced, coalesces
+from zero_optim.compat.autograd import coalesced, coalesces
 from zero_optim.compat.streams import HostCopy, recorded_event
+from zero_optim.flow.pending import AfterEvent, Pending, Waitable
 
 Lanes = Sequence[RankGroup]
 Row = tuple[int, Tensor]  # 1-D, contiguous, and who sends it

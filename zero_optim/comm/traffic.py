@@ -23,18 +23,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
 
 # Of an optimizer, see `ZeroRedundancyOptimizer.metrics`. What is given no other name is counted as "agree".
 PHASES = ("gather", "reduce", "clip", "agree", "state")
-
-
-class Waitable(Protocol):
-    """The handle of a started collective."""
-
-    def wait(self) -> object:
-        """Wait with the caller, or the current stream."""
-        ...
 
 
 @dataclass(slots=True)

@@ -19,8 +19,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from zero_optim.comm.pending import Pending
 from zero_optim.compat.threads import start_thread
+from zero_optim.flow.pending import Pending
 
 LOOK = timedelta(seconds=1)
 SMALL = 2**16

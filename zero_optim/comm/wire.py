@@ -20,7 +20,7 @@ from zero_optim.comm.encoding import (
 from zero_optim.comm.frames import bytes_to_tensor, tensor_to_bytes
 from zero_optim.comm.sending import recv, send
 from zero_optim.compat import private
-from zero_optim.compat.engine import wraps_tensors
+from zero_optim.compat.autograd import wraps_tensors
 from zero_optim.compat.streams import HostCopy, is_asynchronous
 from zero_optim.plan.strides import dense_strides
 

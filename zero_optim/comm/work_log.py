@@ -28,7 +28,7 @@ import torch.distributed as dist
 from zero_optim.comm.backends import aborts_of
 from zero_optim.comm.records import NO_STEP, Activity, LastStep, Verdict
 from zero_optim.comm.unended import Paired, keep_for_ever, wait_and_poll
-from zero_optim.compat.engine import untraced
+from zero_optim.compat.autograd import untraced
 from zero_optim.compat.threads import start_thread_or_run
 
 if TYPE_CHECKING:

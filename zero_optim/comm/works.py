@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from zero_optim.comm.backends import raised_by_backend
-from zero_optim.comm.pending import AfterEvent
-from zero_optim.comm.traffic import Phase, Waitable
+from zero_optim.comm.traffic import Phase
 from zero_optim.comm.work_log import GroupWorks
-from zero_optim.compat.engine import is_profiling
+from zero_optim.compat.autograd import is_profiling
 from zero_optim.compat.streams import is_capturing, recorded_event
 from zero_optim.errors import ZeroOptimError
+from zero_optim.flow.pending import AfterEvent, Waitable
 
 # How a work is named in messages, by its phase.
 _NOUNS = {

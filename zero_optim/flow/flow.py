@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from zero_optim.comm.pending import Pending
 from zero_optim.compat.signals import wait_for
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.compat.threads import start_thread
+from zero_optim.flow.pending import Pending
 
 _IS_UNCLAIMED = attrgetter("work.is_unclaimed")
 

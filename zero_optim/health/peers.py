@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from zero_optim.compat.engine import address_of_store, default_store
+from zero_optim.compat.autograd import address_of_store, default_store
 from zero_optim.compat.threads import start_thread_or_run
 
 Message = dict[str, Any]  # plain JSON

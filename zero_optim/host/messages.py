@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from zero_optim.compat.engine import is_profiling
+from zero_optim.compat.autograd import is_profiling
 from zero_optim.host.channel import Act, HostWork, Message, Receiver
 from zero_optim.host.shared_memory import SharedMemory
 

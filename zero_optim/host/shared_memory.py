@@ -11,8 +11,7 @@ Note [Who moves the bytes]
 
 Note [Calls that differ]
     Each message begins with a line that tells its call. If that is not the expected one, it is not read: the
-    ranks wait, and the watchdog tells what each does. Of messages of one call
-    with different tags only the heads are taken.
+    ranks wait, and the watchdog tells what each does. Of messages with other tags only the heads are taken.
 """
 
 import atexit

@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.pending import Pending
 from zero_optim.comm.records import OVERLAPPED_STEP
+from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import Moment, Operation
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.engine import Gathering

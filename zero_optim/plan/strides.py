@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from zero_optim.compat.engine import wraps_tensors
+from zero_optim.compat.autograd import wraps_tensors
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 
 # The attribute with a whole unit parameter's strides.

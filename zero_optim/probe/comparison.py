@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.encoding import flattened
-from zero_optim.compat.engine import wraps_tensors
+from zero_optim.compat.autograd import wraps_tensors
 from zero_optim.plan.groups import PARAM_KEYS
 from zero_optim.probe.subject import from_hashable, to_hashable
 from zero_optim.probe.trials import TrialRecord, TrialRun, Variant, first_line_of

@@ -30,11 +30,11 @@ from torch import Tensor
 from zero_optim.comm.agreement import agree
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, host_lanes_beside
-from zero_optim.comm.pending import Pending
-from zero_optim.compat.engine import eager
+from zero_optim.compat.autograd import eager
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.errors import RemoteRankError
 from zero_optim.flow.flow import Flow
+from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import ZERO1, Moment, Operation, Placement, Schedule
 from zero_optim.health.stamps import Call, Stamps
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
@@ -143,10 +143,7 @@ class Engine:
         self._choose()
 
     def run_by(self, recipe: Schedule) -> None:
-        """Run buckets that are whole everywhere by a recipe, from now on. No communication.
-
-        Where a wrapper has gradients reduced to owners, they go on to be.
-        """
+        """Run buckets that are whole everywhere by a recipe; gradients that go to owners do so on. Local."""
         self._recipe = recipe.to_owners() if self._recipe.gradients is Placement.ROW else recipe
         self._choose()
 
@@ -253,12 +250,11 @@ class Engine:
             if task.failure is not None and error is not task.failure:
                 error.__context__ = task.failure
             raise
-        failure, task.failure = task.failure, None
-        try:
-            if failure is not None:
-                raise failure
-        finally:
-            del failure  # the error has this frame
+        if task.failure is not None:
+            try:
+                raise task.failure
+            finally:
+                task.failure = None  # whose frames have the task
 
     def _reduce(self, _: Moment, buckets: Sequence[Any], task: Task) -> None:
         for bucket in buckets:

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
-from zero_optim.comm.pending import Pending
 from zero_optim.comm.sending import spread_rows
-from zero_optim.comm.traffic import Waitable
+from zero_optim.flow.pending import Pending, Waitable
 from zero_optim.health.stamp import STAMP_NBYTES, Send
 from zero_optim.health.unit_stamps import Purpose, UnitStamps
 from zero_optim.shard.bucket import Bucket

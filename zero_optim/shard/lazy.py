@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from zero_optim.compat.engine import in_backward
+from zero_optim.compat.autograd import in_backward
 from zero_optim.flow.schedule import Moment
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.module_calls import Call, ModuleCalls

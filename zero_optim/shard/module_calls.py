@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from zero_optim.compat.engine import eager
+from zero_optim.compat.autograd import eager
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

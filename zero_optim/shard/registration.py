@@ -20,8 +20,9 @@ from zero_optim.plan.groups import ParamGroup, describe_options
 from zero_optim.plan.plan import Plan, describe_owners, describe_params
 from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE
 from zero_optim.shard.gathers import start_gather
-from zero_optim.shard.row_bucket import RowBucket, WideBucket
+from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.store import Store
+from zero_optim.shard.wide_bucket import WideBucket
 
 _NAME = "_zero_optim_claim"  # of the attribute
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from zero_optim.comm.pending import Pending
 from zero_optim.flow.flow import Flow
+from zero_optim.flow.pending import Pending
 from zero_optim.shard.bucket import Bucket
 
 

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from operator import methodcaller
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from zero_optim.comm.traffic import Waitable
 from zero_optim.compat.streams import (
     Event,
     current_stream,
@@ -20,6 +19,14 @@ from zero_optim.compat.streams import (
 
 T = TypeVar("T")
 _WAIT = methodcaller("wait")
+
+
+class Waitable(Protocol):
+    """The handle of a started collective."""
+
+    def wait(self) -> object:
+        """Wait with the caller, or the current stream."""
+        ...
 
 
 class Pending(Generic[T]):
