@@ -30,10 +30,10 @@ from streams_runs import (
     replace_data,
     save,
 )
-from zero_optim.comm import pending
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.ddp import PrecisionPolicy, bucketer
 from zero_optim.ddp.reducer.stream_order import StreamOrder
+from zero_optim.flow import pending
 from zero_optim.hooks.stepper import ZeroStep
 from zero_optim.iteration import overlap
 
