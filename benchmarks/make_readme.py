@@ -34,7 +34,7 @@ times of two runs. A ratio between 0.9 and 1.1 counts as equal. W is the number 
 cores. "ZeRO" is `torch.distributed.optim.ZeroRedundancyOptimizer`. "View" is its
 `parameters_as_bucket_view=True`, or DDP's `gradient_as_bucket_view=True`. The GPT has 13.8 M parameters.
 
-Machine: {machine}. `mesh.py` and `watchdog.py` have no record yet. `make_picture.py` draws this:
+Machine: {machine}. `calls.py`, `mesh.py` and `watchdog.py` have no record yet. `make_picture.py` draws this:
 
 ![times of an iteration, ours and PyTorch's, over links and on one machine](iterations.png)
 """

@@ -28,6 +28,10 @@ def built(kind: str) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     return wrapper, optimizer
 
 
+def run_backward(model: nn.Module) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+
+
 def is_odd() -> bool:
     return dist.get_rank() == dist.get_world_size() - 1
 
@@ -38,7 +42,7 @@ def train(kind: str, failure: str) -> str:
     for number in range(6):
         strikes = is_odd() and number == 2
         if not (strikes and failure == "no pass"):
-            model(torch.ones(2, 4)).sum().backward()
+            run_backward(model)
         for _ in range({"no step": 0, "two steps": 2}.get(failure, 1) if strikes else 1):
             optimizer.step()
         optimizer.zero_grad()
@@ -76,7 +80,7 @@ def save_on_one_rank(folder: Path) -> str:
     model, optimizer = built("plain")
     if is_odd():
         checkpoint.save(folder, model=model, optimizer=optimizer, timeout=TIMEOUT)
-    model(torch.ones(2, 4)).sum().backward()
+    run_backward(model)
     return "saved"
 
 
@@ -89,8 +93,8 @@ def accumulate_on_each_rank_as_often_as_it_likes() -> str:
     model, optimizer = built("sharded")
     for _ in range(1 + dist.get_rank()):
         with model.no_sync():
-            model(torch.ones(2, 4)).sum().backward()
-    model(torch.ones(2, 4)).sum().backward()
+            run_backward(model)
+    run_backward(model)
     optimizer.step()
     return "trained"
 
@@ -109,8 +113,8 @@ def accumulate_inside_join() -> str:
     with Join([model, optimizer]):
         for _ in range(1 + dist.get_rank()):
             with model.no_sync():
-                model(torch.ones(2, 4)).sum().backward()
-            model(torch.ones(2, 4)).sum().backward()
+                run_backward(model)
+            run_backward(model)
             optimizer.step()
     return "trained"
 

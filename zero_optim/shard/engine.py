@@ -88,7 +88,7 @@ class Engine:
         self.is_on_cpu = True
         self.under_way = Flow()  # gathers that a later moment waits for, by bucket
         self.stamps: Stamps | None = None  # none in a group of one
-        self.replicas: Callable[[BaseException], None] | None = None  # of a mesh
+        self._replicas: Callable[[BaseException], None] | None = None  # of a mesh
         self._recipe = ZERO1  # of buckets that every rank keeps whole
         self._readers: list[frozenset[Tensor]] = []  # parameters of models whose modules wait for gathers
         self._lanes: Lease | None = None  # for owners, see Note [A lane an owner] in `gathers`
@@ -97,7 +97,7 @@ class Engine:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle without models and replicas, which have the original; lanes are taken anew."""
-        return {**vars(self), "_lanes": None, "_readers": [], "_recipe": ZERO1, "replicas": None}
+        return {**vars(self), "_lanes": None, "_readers": [], "_recipe": ZERO1, "_replicas": None}
 
     # ------------------------------------------------------------------ process groups that come and go
 
@@ -119,17 +119,17 @@ class Engine:
                 lanes.abandon()
         finally:
             self.under_way.abandon()
-        self.group, self.replicas, self._recipe = self.group.release(), None, ZERO1
+        self.group, self._replicas, self._recipe = self.group.release(), None, ZERO1
         self._choose()
 
     def join_replicas(self, tell: Callable[[BaseException], None]) -> None:
         """Send errors of failed steps to the other replicas of a mesh; ``tell`` holds no optimizer."""
-        self.replicas = tell
+        self._replicas = tell
 
     def report_to_replicas(self, error: BaseException) -> None:
         """Send an exception that all ranks here raise to the other replicas."""
-        if self.replicas is not None:
-            self.replicas(error)
+        if self._replicas is not None:
+            self._replicas(error)
 
     # ------------------------------------------------------------------ buckets, and their rows of the table
 
@@ -244,17 +244,20 @@ class Engine:
                 if not are_equal:
                     chosen = [each for each, row in zip(buckets, rows, strict=True) if operation in row]
                 if chosen and only in (None, operation):
-                    _RUN[operation](self, moment, chosen, task)
+                    try:
+                        _RUN[operation](self, moment, chosen, task)
+                    except BaseException as error:
+                        task.clean_up(error, chosen)
+                        raise
             task.end()
+            if task.failure is not None:
+                raise task.failure
         except BaseException as error:
             if task.failure is not None and error is not task.failure:
                 error.__context__ = task.failure
             raise
-        if task.failure is not None:
-            try:
-                raise task.failure
-            finally:
-                task.failure = None  # whose frames have the task
+        finally:
+            task.failure = None  # whose frames have the task
 
     def _reduce(self, _: Moment, buckets: Sequence[Any], task: Task) -> None:
         for bucket in buckets:
@@ -266,46 +269,34 @@ class Engine:
     @eager
     def _gather(self, moment: Moment, buckets: Sequence[Bucket], task: Task) -> None:
         """Start gathers; of those that this moment waits for, as many at once as memory allows."""
-        try:
-            with task.span:
-                chosen = task.to_gather(buckets)
-                for bucket in chosen:
-                    begin = partial(task.gather, bucket)
-                    if bucket.gathers is not None:
-                        bucket.gathers.start(begin)
-                    elif Operation.WAIT in bucket.schedule[moment]:
-                        if task.awaited is None:
-                            most = max(each.nbytes_to_gather for each in chosen)
-                            task.awaited = Flow(NUM_FLAT_TENSORS * most)
-                        task.awaited.start(begin, bucket.nbytes_to_gather)
-                    else:
-                        self.under_way.start(begin, keys=(bucket,))
-        except BaseException as error:
-            task.clean_up(error, buckets)
-            raise
+        with task.span:
+            chosen = task.to_gather(buckets)
+            for bucket in chosen:
+                begin = partial(task.gather, bucket)
+                if bucket.gathers is not None:
+                    bucket.gathers.start(begin)
+                elif Operation.WAIT in bucket.schedule[moment]:
+                    if task.awaited is None:
+                        most = max(each.nbytes_to_gather for each in chosen)
+                        task.awaited = Flow(NUM_FLAT_TENSORS * most)
+                    task.awaited.start(begin, bucket.nbytes_to_gather)
+                else:
+                    self.under_way.start(begin, keys=(bucket,))
 
     @eager
     def _wait(self, _: Moment, buckets: Sequence[Bucket], task: Task) -> None:
-        try:
-            with task.span:
-                if task.awaited is not None:
-                    task.awaited.wait()
-                if self.under_way:
-                    self.under_way.wait_for(buckets)
-                for bucket in buckets:
-                    bucket.arrive()
-                task.arrived()
-        except BaseException as error:
-            task.clean_up(error, buckets)
-            raise
-
-    def _free(self, _: Moment, buckets: Sequence[Any], task: Task) -> None:
-        try:
+        with task.span:
+            if task.awaited is not None:
+                task.awaited.wait()
+            if self.under_way:
+                self.under_way.wait_for(buckets)
             for bucket in buckets:
-                bucket.free()
-        except BaseException as error:
-            task.clean_up(error, buckets)
-            raise
+                bucket.arrive()
+            task.arrived()
+
+    def _free(self, _: Moment, buckets: Sequence[Any], __: Task) -> None:
+        for bucket in buckets:
+            bucket.free()
 
     def gather_all(self) -> None:
         """Gather all parameters outside units, frozen ones too, and wait; all ranks call."""

@@ -39,4 +39,4 @@ class Task:
         """Compare what ranks have done, after the last operation."""
 
     def clean_up(self, error: BaseException, buckets: Sequence[Any]) -> None:
-        """Clean up after a gather, wait or free that raised."""
+        """Clean up after an operation on some buckets that raised."""
