@@ -17,6 +17,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import PHASES
 from zero_optim.compat import private
 from zero_optim.compat.autograd import register_with_pytorch
+from zero_optim.dtensor.placement import group_in
 from zero_optim.explain import Explanation, explain
 from zero_optim.health.watchdog import OnStall, learn_addresses, patient, unwatch, watch
 from zero_optim.iteration import Iteration
@@ -147,7 +148,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         )
         params = as_lists(params)
         if process_group is None:
-            process_group = registration_in(params).process_group
+            process_group = registration_in(params).process_group or group_in(params)
         group = patient(take_group(process_group, params), timeout)
         watch(self, group, on_stall)
         with group.doing(f"{type(self).__name__}()"):

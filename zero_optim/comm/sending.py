@@ -32,19 +32,24 @@ _OF_HEADS = _PARTS + 1  # the tag of heads
 
 
 def exchange(
-    group: RankGroup, pieces: Sequence[Tensor], lanes: Lanes, about: str = ""
+    group: RankGroup,
+    pieces: Sequence[Tensor],
+    lanes: Lanes,
+    about: str = "",
+    received: Sequence[Tensor] | None = None,
 ) -> Pending[list[Tensor]]:
     """Start sending one piece to each rank; the value is the received pieces, by rank. All ranks call.
 
-    ``pieces``: 1-D, contiguous, one dtype, equal lengths for one receiver; the own one is not copied, and
-    none may change until the wait.
+    ``pieces``: 1-D, contiguous, one dtype, the own one is not copied, and none may change until the wait.
+    ``received``: memory for them, without which pieces for one receiver have equal lengths.
     ``lanes``: groups of the same ranks, one a sender, as one gloo group is not reliably full duplex.
     """
     mine = pieces[group.rank]
-    received = [mine if rank == group.rank else torch.empty_like(mine) for rank in range(group.size)]
+    into = [torch.empty_like(mine) for _ in pieces] if received is None else list(received)
+    into[group.rank] = mine
     if group.size == 1:  # nothing is sent, and no handle orders the stream that waits behind this one
         made = AfterEvent(mine.device, recorded_event(mine.device))
-        return Pending([made], lambda _: received, received)
+        return Pending([made], lambda _: into, into)
     lane = replace(lanes[0], phase=group.phase)  # it counts for whoever exchanges
     memory = lane.one_host(mine.device)
     work = lane.begin_work(about, mine.device)
@@ -52,16 +57,16 @@ def exchange(
     handle: Waitable
     with work.starting():
         if memory is not None:
-            handle = memory.exchange(pieces, received)
+            handle = memory.exchange(pieces, into)
         elif how == "pairs":
             _count_as_one(group, lanes)
             others = [rank for rank in range(group.size) if rank != group.rank]
-            sends, receives = ([(rank, of_rank[rank]) for rank in others] for of_rank in (pieces, received))
+            sends, receives = ([(rank, of_rank[rank]) for rank in others] for of_rank in (pieces, into))
             handle = _start_paired(group, sends, receives, lanes)
         else:
-            handle, received = _all_to_all(pieces, received, lane, as_bytes=how == "bytes")
+            handle, into = _all_to_all(pieces, into, lane, as_bytes=how == "bytes")
     group.phase.sent(sum(piece.nbytes for rank, piece in enumerate(pieces) if rank != group.rank))
-    return Pending([work.take(handle)], lambda _: received, (*pieces, *received))
+    return Pending([work.take(handle)], lambda _: into, (*pieces, *into))
 
 
 def _all_to_all(

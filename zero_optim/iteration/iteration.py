@@ -169,7 +169,7 @@ class Iteration:
     def detach(self, *, wait: bool) -> None:
         """Release the process group, as `ZeroRedundancyOptimizer.detach`."""
         core = self._core
-        if core.inputs.store.params:
+        if core.inputs.store.params or core.inputs.held:
             raise RuntimeError(
                 "the optimizer of a fully sharded model cannot be detached: each rank holds a part of the "
                 "parameters. Save a checkpoint, build model and optimizer anew, and load it"

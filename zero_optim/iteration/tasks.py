@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.records import OVERLAPPED_STEP
+from zero_optim.dtensor.bucket import HeldBucket
 from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import Moment, Operation
 from zero_optim.shard.bucket import Bucket
@@ -32,22 +33,56 @@ class StepTask(Gathering, Generic[T]):
         self._core, self._name = core, name
         self._work, self._after_work = work, after_work  # the latter also after an error
         self._changed: frozenset[Bucket] = frozenset()
+        self._is_prepared = False
+
+    def _prepare(self) -> None:
+        """Check and take over what the user changed, once."""
+        if self._is_prepared:
+            return
+        self._is_prepared = True
+        try:
+            self._core.prepare()
+            self._core.check_gradients()
+            for bucket in self._core.held_buckets:
+                bucket.open()
+        except BaseException as error:  # noqa: BLE001 - raised when the others have heard of it
+            self.failure = error
+        if self._core.held_buckets:
+            self._changed = self._changing()
+
+    def _changing(self) -> frozenset[Bucket]:
+        core, engine = self._core, self._core.engine
+        moves_frozen, active = core.owned.local.moves_frozen, engine.agree_on_active(core.groups)
+        return frozenset(engine.buckets if moves_frozen else compress(engine.buckets, active))
+
+    def reduce(self, bucket: HeldBucket) -> None:
+        """Start to bring what FSDP2 has reduced to owners, but not of buckets that never trained."""
+        self._prepare()
+        if bucket in self._changed:
+            bucket.start_to_owners(has_failed=self.failure is not None)
+
+    def _receive(self) -> None:
+        """Wait for rows; raises on every rank, before a step, if a rank failed or lacks gradients."""
+        moved = [bucket for bucket in self._core.held_buckets if bucket.is_coming]
+        heads = [bucket.take_arrived() for bucket in moved]
+        for bucket, of_bucket in zip(moved, heads, strict=True):
+            bucket.check_heads(of_bucket, self.failure)
 
     def step(self, buckets: Sequence[Bucket]) -> None:
         """Prepare, change what this rank owns, and let the gathers tell how it went."""
         core, engine = self._core, self._core.engine
+        self._prepare()
+        self._receive()
         try:
             try:
-                core.prepare()
-                core.check_gradients()
-                self.result = self._work()
+                if self.failure is None:
+                    self.result = self._work()
             finally:
                 if self._after_work is not None:
                     self._after_work()
         except BaseException as error:  # noqa: BLE001 - raised after the gather, for which others wait
             self.failure = error
-        moves_frozen, active = core.owned.local.moves_frozen, engine.agree_on_active(core.groups)
-        self._changed = frozenset(engine.buckets if moves_frozen else compress(engine.buckets, active))
+        self._changed = self._changing()
         for bucket in buckets:
             bucket.stepped(changed=bucket in self._changed)
         call = core.call(self._name, self.failure)
@@ -60,8 +95,22 @@ class StepTask(Gathering, Generic[T]):
         """Leave out buckets that never trained; one must start to train on all ranks."""
         return super().to_gather([bucket for bucket in buckets if bucket in self._changed])
 
+    def gather(self, bucket: Bucket) -> Pending[None]:
+        """Start the gather of a bucket, or send rows back to those who keep them."""
+        if isinstance(bucket, HeldBucket):
+            return bucket.start_to_holders(None if self._stamps is None else self._stamps.send)
+        return super().gather(bucket)
+
+    def clean_up(self, error: BaseException, buckets: Sequence[Bucket]) -> None:
+        """Drop what came to owners."""
+        super().clean_up(error, buckets)
+        for bucket in self._core.held_buckets:
+            bucket.release()
+
     def end(self) -> None:
         """Raise what other ranks have failed with, or if options differ."""
+        for bucket in self._core.held_buckets:
+            bucket.release()
         core, engine = self._core, self._core.engine
         call = core.call(self._name, self.failure)
         engine.compare_calls(core.group.during("agree"), call, with_last=not engine.is_lazy)

@@ -300,12 +300,14 @@ class Engine:
 
     def gather_all(self) -> None:
         """Gather all parameters outside units, frozen ones too, and wait; all ranks call."""
-        self.on(Moment.STEP, self.buckets, Gathering(self))
+        every = [bucket for bucket in self.buckets if bucket.schedule.parameters is not Placement.HELD]
+        self.on(Moment.STEP, every, Gathering(self))
         self.under_way.wait()
 
     def lanes_for(self, buckets: Sequence[Bucket]) -> Lease | None:
         """Return lanes for owners if they make a gather faster, or did for another; all ranks call."""
         group = self.group.during("gather")
+        buckets = [bucket for bucket in buckets if bucket.schedule.parameters is not Placement.HELD]
         if self._lanes is None and gains_by_lanes(group, buckets):
             self._lanes = host_lanes_beside(group)
         return self._lanes
