@@ -233,8 +233,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 equal on all ranks.
         """
         if views.is_no_step(self.core):
-            self.core.refuse_empty_state()
-            return None
+            if not self.core.begins_state():
+                return None
+            with self.core.group.doing("step()"), self.core.values_kept():
+                return self.iteration.step(self, None, {})
         with self.core.group.doing("step()"):
             return self.iteration.step(self, closure, kwargs)
 
@@ -337,7 +339,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Return the whole state in ``torch.optim`` format, with the current options. No communication.
 
         The plain optimizer loads it, and this one on any number of ranks. After a step only targets of
-        `consolidate_state_dict` have it, until the next step; else NotConsolidatedError.
+        `consolidate_state_dict` have it, until the next step; else NotConsolidatedError. With parameters of
+        FSDP2 all ranks call and communicate, and get DTensors: Note [Which entries are DTensors] in
+        `zero_optim.state.held`.
         """
         own = self.state
         # torch's own method packs the indices and runs the hooks. During the call it sees the whole state.

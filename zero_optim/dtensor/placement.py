@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.pieces import Piece, Pieces
@@ -107,12 +107,24 @@ def gradient_rows(param: Tensor, name: str) -> Tensor | None:
 def as_dtensor(rows: Tensor, param: Tensor, shape: Sequence[int]) -> Tensor:
     """Make a DTensor of a shape from this rank's rows: placed as the parameter, or else by its rows."""
     assert isinstance(param, DTensor)
-    is_alike = tuple(shape) == tuple(param.shape)
-    placements = [each if is_alike or not isinstance(each, Shard) else Shard(0) for each in param.placements]
+    placements = _placements(param, shape)
     size, strides = torch.Size(shape), torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(
         rows, param.device_mesh, placements, run_check=False, shape=size, stride=strides
     )
+
+
+def placed_alike(tensor: Tensor, param: Tensor) -> bool:
+    """Whether a tensor is a DTensor as `as_dtensor` makes it for a parameter."""
+    if not isinstance(tensor, DTensor) or not isinstance(param, DTensor):
+        return False
+    placements = _placements(param, tensor.shape)
+    return tensor.device_mesh == param.device_mesh and tensor.placements == tuple(placements)
+
+
+def _placements(param: DTensor, shape: Sequence[int]) -> list[Placement]:
+    is_alike = tuple(shape) == tuple(param.shape)
+    return [each if is_alike or not isinstance(each, Shard) else Shard(0) for each in param.placements]
 
 
 def spans(length: int, size: int) -> list[tuple[int, int]]:
