@@ -64,16 +64,53 @@ class Many(nn.Module):
         return torch.stack([layer(x) for layer in self.layers]).sum(0)
 
 
+def once(model: nn.Module, _: int) -> None:
+    model(torch.ones(2, 64)).square().mean().backward()
+
+
 @on_ranks(2, 3)
 def test_a_step_of_many_parameters_takes_four_collectives() -> None:
     model, twin, optimizer, plain = pair(Many, torch.optim.Adafactor, lr=0.01)
     assert recipes(optimizer) == {"whole"}
     assert len(optimizer.core.engine.buckets) == 2
     optimizer.metrics()
-    train_beside(
-        model, twin, optimizer, plain, range(1), lambda m, _: m(torch.ones(2, 64)).square().mean().backward()
-    )
+    train_beside(model, twin, optimizer, plain, range(1), once)
     assert optimizer.metrics()["collectives/total"] == 4
+
+
+class BreaksLate(torch.optim.Adafactor):
+    """Fails on rank 1 when it steps the second bucket."""
+
+    calls_left = -1
+
+    def step(self, closure: Any = None) -> Any:
+        BreaksLate.calls_left -= 1
+        if dist.get_rank() == 1 and BreaksLate.calls_left == 0:
+            raise ValueError("it is broken")
+        return super().step(closure)
+
+
+@on_ranks(2, 3)
+def test_an_error_in_the_step_of_a_later_bucket_raises_on_all_ranks() -> None:
+    BreaksLate.calls_left = -1
+    model = shard(built(Many))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), BreaksLate, bucket_cap_mb=0.1, lr=0.01)
+    assert len(optimizer.core.engine.buckets) > 3
+    once(model, 0)
+    BreaksLate.calls_left = 2
+    with pytest.raises(ValueError, match="it is broken"):
+        optimizer.step()
+    values = [whole(param.detach()).clone() for param in model.parameters()]
+    assert all(value.isfinite().all() for value in values)
+    optimizer.step()
+
+
+@on_ranks(2, 3)
+def test_many_small_buckets_give_the_same_bits() -> None:
+    train_beside(*pair(Many, torch.optim.Adafactor, lr=0.01), range(2), once)
+    model, twin = shard(built(Many)), built(Many)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adafactor, bucket_cap_mb=0.1, lr=0.01)
+    train_beside(model, twin, optimizer, torch.optim.Adafactor(twin.parameters(), lr=0.01), range(2), once)
 
 
 @on_ranks(2)

@@ -34,11 +34,26 @@ LEAST_NBYTES = 2**20  # of a bucket that is divided, so that one half moves whil
 
 
 class HeldLeaves:
-    """This rank's rows or whole tensors of the DTensors that it steps, and gradients, while in use."""
+    """This rank's rows or whole tensors of the DTensors that it steps, and their gradients.
+
+    ``away``: what stands for whole tensors that have not come; it has no values.
+    """
 
     def __init__(self) -> None:
         self.values: dict[Tensor, Tensor] = {}
+        self.away: dict[Tensor, Tensor] = {}
         self.grads: dict[Tensor, Tensor] = {}
+
+    def __contains__(self, param: Tensor) -> bool:
+        return param in self.values or param in self.away
+
+    def rows(self, param: Tensor) -> Tensor:
+        """Return the rows, or the whole tensor, of a parameter."""
+        return self.values[param] if param in self.values else self.away[param]
+
+    def is_away(self, param: Tensor) -> bool:
+        """Whether a parameter is stepped whole here, and has not come."""
+        return param in self.away and param not in self.values
 
 
 class HeldBucket(Bucket):
@@ -56,7 +71,7 @@ class HeldBucket(Bucket):
         layout = whole([param.numel() for param in params], owners or [0] * len(params))
         super().__init__(params, layout, group.rank, as_views=False)
         self._schedule = HELD_ROWS if owners is None else HELD_WHOLE
-        self._names, self._group, self._leaves = names, group, leaves
+        self.names, self._group, self._leaves = names, group, leaves
         self._moves: RowMoves | None = None
         self._coming: Pending[tuple[list[bytes], list[Whole]]] | None = None
         self._grads: list[Tensor | None] = []
@@ -90,7 +105,7 @@ class HeldBucket(Bucket):
     def open(self) -> None:
         """Look for this rank's rows and gradients; TypeError if a gradient is placed in another way."""
         self.refresh()
-        self._grads = list(map(gradient_rows, self.params, self._names))
+        self._grads = list(map(gradient_rows, self.params, self.names))
         if self._moves is None:
             for param, grad in zip(self.params, self._grads, strict=True):
                 self._leaves.values[param] = local_rows(param)
@@ -104,11 +119,14 @@ class HeldBucket(Bucket):
         _, (values,) = self._moves.start_to_owners(b"\0", list(map(local_rows, self.params))).wait()
         self._leaves.values.update((self.params[number], tensor) for number, tensor in values.items())
 
-    def start_to_owners(self, *, has_failed: bool) -> None:
-        """Start to bring rows of gradients and parameters to owners."""
+    def present(self) -> list[bool]:
+        """Return for each parameter whether this rank has a gradient."""
+        return [grad is not None for grad in self._grads] or [False] * len(self.params)
+
+    def start_to_owners(self, head: bytes) -> None:
+        """Start to bring rows of gradients and parameters to owners, behind the head for all ranks."""
         assert self._moves is not None
-        grads: Sequence[Tensor | None] = [None] * len(self.params) if has_failed else self._grads
-        head = bytes([has_failed, *(grad is not None for grad in grads)])
+        grads: Sequence[Tensor | None] = self._grads or [None] * len(self.params)
         self._coming = self._moves.start_to_owners(head, grads, list(map(local_rows, self.params)))
 
     @property
@@ -121,29 +139,23 @@ class HeldBucket(Bucket):
         assert self._coming is not None
         coming, self._coming = self._coming, None
         heads, (grads, values) = coming.wait()
+        present = self.present()
         for number, value in values.items():
             param = self.params[number]
             self._leaves.values[param] = value
-            if heads[self.rank][1 + number]:
+            if present[number]:
                 self._leaves.grads[param] = grads[number]
         return heads
 
-    def check_heads(self, heads: Sequence[bytes], failure: BaseException | None) -> None:
-        """Raise on every rank if one could not begin, or lacks gradients that others have; all ranks call."""
-        if any(head[0] for head in heads):
-            error = one_error(self._group, failure)  # type: ignore[arg-type]  # it only describes it
-            raise error
-        for number, present in enumerate(zip(*(head[1:] for head in heads), strict=True)):
-            if len(set(present)) > 1:
-                having = [rank for rank, has in zip(self._group.numbers, present, strict=True) if has]
-                raise RankMismatchError(
-                    f"{self._names[number]} has a gradient on ranks {having} alone: expected all ranks that "
-                    "hold its rows to have one, or none. Nothing was stepped"
-                )
+    def gradients(self) -> dict[Tensor, Tensor | None]:
+        """Return the gradients of what this rank steps of it."""
+        return {param: self._leaves.grads.get(param) for param in self.params}
 
     def start_to_holders(self, send: Send | None) -> Pending[None]:
         """Start to send rows of the owned parameters back, with stamps."""
         assert self._moves is not None
+        if self.is_coming:  # a step that failed did not ask for it
+            self.take_arrived()
         wholes = {number: self._leaves.values[self.params[number]] for number in self._moves.owned}
         pending = self._moves.start_to_holders(wholes, list(map(local_rows, self.params)), send)
         self.release()
@@ -157,7 +169,35 @@ class HeldBucket(Bucket):
             self._leaves.grads.pop(param, None)
         for number in () if self._moves is None else self._moves.owned:
             param = self.params[number]
-            self._leaves.values[param] = shown_when_freed(param.shape, self.dtype, self.device)
+            self._leaves.values.pop(param, None)
+            self._leaves.away[param] = shown_when_freed(param.shape, self.dtype, self.device)
+
+
+def head_of(buckets: Sequence[HeldBucket], failure: BaseException | None) -> bytes:
+    """Make the head of messages: whether this rank cannot begin, and which gradients it has."""
+    return bytes([failure is not None, *(each for bucket in buckets for each in bucket.present())])
+
+
+def check_heads(
+    group: RankGroup,
+    buckets: Sequence[HeldBucket],
+    heads: Sequence[bytes],
+    failure: BaseException | None,
+) -> None:
+    """Raise on every rank if one could not begin, or lacks gradients that others have; all ranks call."""
+    if any(head[0] for head in heads):
+        error = one_error(group, failure)  # type: ignore[arg-type]  # it only describes it
+        raise error
+    if len(set(heads)) == 1:
+        return
+    names = [name for bucket in buckets for name in bucket.names]
+    for name, present in zip(names, zip(*(head[1:] for head in heads), strict=True), strict=True):
+        if len(set(present)) > 1:
+            having = [rank for rank, has in zip(group.numbers, present, strict=True) if has]
+            raise RankMismatchError(
+                f"{name} has a gradient on ranks {having} alone: expected all ranks that hold its rows to "
+                "have one, or none. Nothing was stepped"
+            )
 
 
 def make_held_buckets(

@@ -140,11 +140,12 @@ def shape_here(shape: Sequence[int], dim: int, rank: int, size: int) -> torch.Si
     return torch.Size((*shape[:dim], stop - start, *shape[dim + 1 :]))
 
 
+def chunk_pieces(param: Tensor, cut: Chunks, size: int) -> Pieces:
+    """Return each rank's chunk of the dimension that is cut, without ranks that hold nothing."""
+    chunks = [Piece(rank, *ends) for rank, ends in enumerate(spans(param.shape[cut.dim], size))]
+    return tuple(piece for piece in chunks if piece.stop > piece.start) or (Piece(0, 0, 0),)
+
+
 def row_pieces(held: Mapping[Tensor, Chunks], size: int) -> dict[Tensor, Pieces]:
-    """Return the pieces of those that are cut by rows: what each rank holds, but for ranks with nothing."""
-    pieces = {}
-    for param, (_, _, dim) in held.items():
-        if dim == 0:
-            rows = [Piece(rank, *ends) for rank, ends in enumerate(spans(param.shape[0], size))]
-            pieces[param] = tuple(piece for piece in rows if piece.stop > piece.start) or (Piece(0, 0, 0),)
-    return pieces
+    """Return the pieces of those that are cut by rows, as `chunk_pieces`."""
+    return {param: chunk_pieces(param, cut, size) for param, cut in held.items() if cut.dim == 0}

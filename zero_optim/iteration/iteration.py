@@ -22,6 +22,7 @@ from zero_optim.state.core import Core
 from zero_optim.step.amp import Scaling, drop_scale
 from zero_optim.step.clip import ClipArguments, clip_together
 from zero_optim.step.join import Status, exchange, ranks_that
+from zero_optim.step.owned import Gradients
 
 T = TypeVar("T")
 
@@ -63,15 +64,22 @@ class Iteration:
         if shared is None and not self.joins.under_way:
             core.sample_gradients()
         work = partial(core.owned.step, core.groups, shared, None, **kwargs)
-        result = self._change("step()", work, None if shared is None else shared.finish)
+        some = partial(core.owned.step, core.groups, None, **kwargs) if core.inputs.held else None
+        result = self._change("step()", work, None if shared is None else shared.finish, some)
         self.joins.end_step()
         return result
 
-    def _change(self, name: str, work: Callable[[], T], after_work: Callable[[], None] | None = None) -> T:
+    def _change(
+        self,
+        name: str,
+        work: Callable[[], T],
+        after_work: Callable[[], None] | None = None,
+        work_on: Callable[[Gradients], T] | None = None,
+    ) -> T:
         """Change this rank's parameters in ``work``, then gather; ``after_work`` also after an error."""
         engine = self._core.engine
         self._core.check_attached()
-        task = StepTask(self._core, name, work, after_work)
+        task = StepTask(self._core, name, work, after_work, work_on)
         try:
             engine.on(Moment.STEP, engine.buckets, task)
         except BaseException as error:
@@ -86,7 +94,7 @@ class Iteration:
         if closure is None:
             return None, None, None
         core, in_join = self._core, self.joins.under_way
-        is_ready = self._overlap is not None or in_join or core.sharding.has_cuts
+        is_ready = self._overlap is not None or in_join or core.sharding.has_cuts or bool(core.inputs.held)
         if not is_ready and core.owned.takes_closures:
             return None, SharedCall(core.group, closure, partial(core.compare_unreduced, in_join=False)), None
         try:
@@ -242,10 +250,17 @@ class Iteration:
                 group = core.group.during("clip")
                 self.joins.lend(group, exchange(group, Status.CLIPS), arguments.to_send())
             params, pieces, _ = self.joins.lendable()
+            holders = core.holders()
+            pieces = [holders.get(param, own) for param, own in zip(params, pieces, strict=True)]
             return clip_together(core.group, params, pieces, arguments)
 
     def join_hook(self) -> JoinHook:
         """Return the ``Join`` hook that shadows the active ranks' steps."""
+        if self._core.inputs.held:
+            raise ValueError(
+                "Join needs parameters that every rank has whole, and some are DTensors here: a rank without "
+                "inputs would not take part in FSDP2's collectives either"
+            )
         self.joins.join_hook()
         return ShadowHook(self.shadow)
 

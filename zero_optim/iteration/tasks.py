@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import compress
 from typing import Generic, TypeVar
 
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.records import OVERLAPPED_STEP
-from zero_optim.dtensor.bucket import HeldBucket
+from zero_optim.dtensor.bucket import HeldBucket, check_heads, head_of
+from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import Moment, Operation
 from zero_optim.shard.bucket import Bucket
@@ -17,8 +19,10 @@ from zero_optim.shard.engine import Gathering
 from zero_optim.shard.gathers import start_gather
 from zero_optim.shard.task import Task
 from zero_optim.state.core import Core
+from zero_optim.step.owned import Gradients
 
 T = TypeVar("T")
+_AT_ONCE = 2  # buckets that move to owners, or back
 
 
 class StepTask(Gathering, Generic[T]):
@@ -27,13 +31,22 @@ class StepTask(Gathering, Generic[T]):
     result: T
 
     def __init__(
-        self, core: Core, name: str, work: Callable[[], T], after_work: Callable[[], None] | None = None
+        self,
+        core: Core,
+        name: str,
+        work: Callable[[], T],
+        after_work: Callable[[], None] | None = None,
+        work_on: Callable[[Gradients], T] | None = None,  # some parameters alone
     ) -> None:
         super().__init__(core.engine)
         self._core, self._name = core, name
         self._work, self._after_work = work, after_work  # the latter also after an error
         self._changed: frozenset[Bucket] = frozenset()
         self._is_prepared = False
+        self._work_on = work_on
+        self._is_in_parts = work_on is not None and core.owned.local.can_step_parts
+        self._moved: list[HeldBucket] = []  # whose rows go to owners and back
+        self._head = b""
 
     def _prepare(self) -> None:
         """Check and take over what the user changed, once."""
@@ -47,8 +60,8 @@ class StepTask(Gathering, Generic[T]):
                 bucket.open()
         except BaseException as error:  # noqa: BLE001 - raised when the others have heard of it
             self.failure = error
-        if self._core.held_buckets:
-            self._changed = self._changing()
+        if held := self._core.held_buckets:
+            self._changed, self._head = self._changing(), head_of(held, self.failure)
 
     def _changing(self) -> frozenset[Bucket]:
         core, engine = self._core, self._core.engine
@@ -58,21 +71,24 @@ class StepTask(Gathering, Generic[T]):
     def reduce(self, bucket: HeldBucket) -> None:
         """Start to bring what FSDP2 has reduced to owners, but not of buckets that never trained."""
         self._prepare()
-        if bucket in self._changed:
-            bucket.start_to_owners(has_failed=self.failure is not None)
-
-    def _receive(self) -> None:
-        """Wait for rows; raises on every rank, before a step, if a rank failed or lacks gradients."""
-        moved = [bucket for bucket in self._core.held_buckets if bucket.is_coming]
-        heads = [bucket.take_arrived() for bucket in moved]
-        for bucket, of_bucket in zip(moved, heads, strict=True):
-            bucket.check_heads(of_bucket, self.failure)
+        if bucket not in self._changed:
+            return
+        self._moved.append(bucket)
+        if not self._is_in_parts or len(self._moved) <= _AT_ONCE:
+            bucket.start_to_owners(self._head)
 
     def step(self, buckets: Sequence[Bucket]) -> None:
         """Prepare, change what this rank owns, and let the gathers tell how it went."""
-        core, engine = self._core, self._core.engine
+        core = self._core
         self._prepare()
-        self._receive()
+        if self._moved:  # the head of each message tells all
+            heads = self._moved[0].take_arrived()
+            check_heads(core.group, core.held_buckets, heads, self.failure)
+        if self._is_in_parts and len(self._moved) > 1:
+            self._step_in_parts()
+            return
+        for bucket in self._moved[1:]:
+            bucket.take_arrived()
         try:
             try:
                 if self.failure is None:
@@ -82,18 +98,51 @@ class StepTask(Gathering, Generic[T]):
                     self._after_work()
         except BaseException as error:  # noqa: BLE001 - raised after the gather, for which others wait
             self.failure = error
-        self._changed = self._changing()
-        for bucket in buckets:
-            bucket.stepped(changed=bucket in self._changed)
+        self._tell(self._changing())
+
+    def _step_in_parts(self) -> None:
+        """Step a bucket while the next one moves; all ranks start moves in one order, also after errors."""
+        core, stamps = self._core, self._core.engine.stamps
+        moving = {param for bucket in self._moved for param in bucket.params}
+        grads = {param: core.owned.leaves.own_gradient(param) for param in core.own_params()}
+        rest = {param: grad for param, grad in grads.items() if param not in moving}
+        self.awaited = Flow(_AT_ONCE * max(bucket.nbytes_to_gather for bucket in self._moved))
+        for number, bucket in enumerate(self._moved):
+            if bucket.is_coming:
+                bucket.take_arrived()
+            try:
+                if self.failure is None:
+                    assert self._work_on is not None
+                    self.result = self._work_on({**bucket.gradients(), **rest})
+            except BaseException as error:  # noqa: BLE001 - raised after the gather, for which others wait
+                self.failure = error
+            rest = {}
+            if number == 0:
+                self._tell(self._changing())
+            elif stamps is not None and self.failure is not None:
+                stamps.fail(self.failure)
+            self.awaited.start(partial(self.gather, bucket), bucket.nbytes_to_gather)
+            for later in self._moved[number + _AT_ONCE :][:1]:
+                later.start_to_owners(self._head)
+
+    def _tell(self, changed: frozenset[Bucket]) -> None:
+        """Begin the stamps of this call, which the gathers of what changed send."""
+        core, engine = self._core, self._core.engine
+        self._changed = changed
+        for bucket in engine.buckets:
+            bucket.stepped(changed=bucket in changed)
         call = core.call(self._name, self.failure)
         engine.begin_call(core.groups, call)
-        gathers_tell = any(Operation.GATHER in bucket.schedule[Moment.STEP] for bucket in self._changed)
+        gathers_tell = any(Operation.GATHER in bucket.schedule[Moment.STEP] for bucket in changed)
         core.ranks.works.note_failure("" if gathers_tell else call.failure_text)
         self._stamps = engine.stamps
 
     def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
         """Leave out buckets that never trained; one must start to train on all ranks."""
-        return super().to_gather([bucket for bucket in buckets if bucket in self._changed])
+        sent = self._moved if self.awaited is not None else ()
+        held = set(self._core.held_buckets)
+        chosen = [b for b in buckets if (b in self._moved if b in held else b in self._changed)]
+        return super().to_gather([bucket for bucket in chosen if bucket not in sent])
 
     def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket, or send rows back to those who keep them."""

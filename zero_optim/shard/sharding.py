@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -158,6 +158,11 @@ class Sharding:
     def piece_here(self, param: Tensor) -> Piece | None:
         """Return this rank's rows of a parameter, or None."""
         return piece_of(self.pieces[param], self._group.rank)
+
+    def hold(self, params: Iterable[Tensor], rows: Mapping[Tensor, Pieces]) -> None:
+        """Note parameters of which others keep rows, and these rows of those that are cut by rows."""
+        self.held.update(dict.fromkeys(params))
+        self.held.update(rows)
 
     @property
     def group(self) -> RankGroup:

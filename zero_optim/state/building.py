@@ -93,15 +93,16 @@ def new_sharding(inputs: PlanInputs, group: RankGroup) -> Sharding:
     """Make the owners, still none."""
     of = inputs.options
     sharding = Sharding(group, of.parameters_as_bucket_view, of.bucket_cap_mb, store=inputs.store)
-    sharding.held = {**dict.fromkeys(inputs.held), **row_pieces(inputs.held, group.size)}
+    sharding.hold(inputs.held, row_pieces(inputs.held, group.size))
     return sharding
 
 
 def new_held_buckets(
     inputs: PlanInputs, leaves: HeldLeaves, groups: list[ParamGroup], plan: Plan, sharding: Sharding
 ) -> list[HeldBucket]:
-    """Make the buckets of parameters of which others keep rows."""
-    known = params_of(groups), short_names(groups), plan.pieces, plan.costs, inputs.held
+    """Make the buckets of parameters of which others keep rows, as the last groups have."""
+    params = params_of(groups)
+    known = params, short_names(groups)[-len(params) :], plan.pieces, plan.costs, inputs.held
     return make_held_buckets(*known, sharding.group, leaves, sharding.cap_nbytes)
 
 
@@ -136,17 +137,29 @@ def add_group(core: Core, group: dict[str, Any]) -> None:
             GroupReader.behind(core.groups).add_param_group(group)
             new = core.groups[before:]
             (group,) = new
-            core.group.check_serves(group)
+            named = zip(short_names(core.groups)[-len(group["params"]) :], group["params"], strict=True)
+            held = held_among(list(named), core.group)
+            inputs.held.update(held)
+            sharding.hold(held, row_pieces(held, core.group.size))
+            core.group.check_serves([param for param in group["params"] if param not in held])
             own = GroupOptions.taken_from(new, owned.local.default, inputs.options)
             own.check_dtypes(new, owned.leaves.stepped_dtype)
             why_whole = partial(own.why_whole, owned.local.specs(), new, owned.leaves.cut_rows)
         about, why = own.describe(), why_whole if any(own.may_cut) else None
         plan = sharding.plan(core.groups, own.costs, before, about, why)
+        with failing_together(core.group):
+            buckets = new_held_buckets(inputs, owned.leaves.held, new, plan, sharding)
+        for bucket in buckets:
+            bucket.fetch()
         owned.add_group(group, own.specs[0].spec, sharding.owned(group["params"], plan))
+        for bucket in buckets:
+            bucket.release()
         inputs.note(new, own, plan.costs)
         names = short_names(core.groups)[-len(group["params"]) :]
-        core.engine.add(sharding.add(group["params"], plan, names))
+        core.engine.add([*sharding.add(group["params"], plan, names), *buckets])
     except Exception:
+        for param in [param for each in core.groups[before:] for param in each["params"]]:
+            inputs.held.pop(param, None)
         del core.groups[before:]
         raise
     core.show_state()

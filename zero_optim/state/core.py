@@ -19,7 +19,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import inner_tensors
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.dtensor.bucket import HeldBucket
-from zero_optim.dtensor.placement import local_rows
+from zero_optim.dtensor.placement import chunk_pieces, local_rows
 from zero_optim.health.stamps import Call
 from zero_optim.plan.groups import (
     ParamGroup,
@@ -257,6 +257,10 @@ class Core:
         if not self.inputs.held:
             return []
         return [bucket for bucket in self.engine.buckets if isinstance(bucket, HeldBucket)]
+
+    def holders(self) -> dict[Tensor, Pieces]:
+        """Return what each rank holds of DTensors, in chunks of the dimension that is cut."""
+        return {param: chunk_pieces(param, cut, self.ranks.size) for param, cut in self.inputs.held.items()}
 
     def bucket_members(self) -> list[list[Tensor]]:
         """List the parameters of each bucket; equal on every rank."""

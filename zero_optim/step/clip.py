@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from zero_optim.comm.agreement import agree, check_flags, one_error
 from zero_optim.comm.collectives import RankGroup
@@ -128,7 +129,7 @@ def _global_norm(
     grads: list[Tensor | None] = []  # those whose norm this rank takes
     for index in owned[group.rank]:
         is_first = pieces[index][0].owner == group.rank
-        has_own = is_first or isinstance(params[index].grad, PartialGradient)
+        has_own = is_first or isinstance(params[index].grad, PartialGradient | DTensor)
         grads.append(rows[index] if has_own else None)
     heading, norms, failure = b"\1", None, None
     try:

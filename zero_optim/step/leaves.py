@@ -91,7 +91,7 @@ class Leaves:
     @property
     def takes_closures(self) -> bool:
         """Whether a class's step may call a closure: masters and rows apart need gradients earlier."""
-        return not self.masters and not self._apart and not self.held.values
+        return not self.masters and not self._apart
 
     def leaf(self, param: Tensor) -> Tensor:
         """Return the leaf of an owned parameter."""
@@ -129,8 +129,8 @@ class Leaves:
 
     def rows(self, param: Tensor) -> Tensor:
         """View the owned rows: the parameter itself unless cut or kept apart; autograd sees writes."""
-        if param in self.held.values:
-            return self.held.values[param]
+        if param in self.held:
+            return self.held.rows(param)
         if param in self.kept:
             if self._home is not None:
                 self._home.wait()
@@ -139,12 +139,12 @@ class Leaves:
 
     def own_rows(self, param: Tensor, tensor: Tensor) -> Tensor:
         """Return the owned rows of a tensor with the parameter's shape."""
-        piece = None if param in self.held.values else self._pieces[param]
+        piece = None if param in self.held else self._pieces[param]
         return tensor if piece is None else rows_of(tensor, piece)
 
     def own_gradient(self, param: Tensor) -> Tensor | None:
         """Return the owned rows of the gradient, on the device that steps them."""
-        if param in self.held.values:
+        if param in self.held:
             return self.held.grads.get(param)
         grad, rows = param.grad, None
         if grad is not None:
@@ -197,6 +197,8 @@ class Leaves:
         some = self.separate
         if gradients is not None:
             some = {param: some[param] for param in gradients if param in some}
+        if self.held.away:
+            some = {param: leaf for param, leaf in some.items() if not self.held.is_away(param)}
         try:
             for param in before:
                 param.grad = given[param]
@@ -251,7 +253,7 @@ class Leaves:
             saved = saved_masters.get(param)
             rows = self.rows(param).data
             master.data.copy_(rows if saved is None else saved)
-            if saved is not None and not is_freed(rows):  # else the model has its own values
+            if saved is not None and not self.held.is_away(param):  # else the model has its own values
                 rows.copy_(master)
         for param in saved_masters.keys() - self.masters.keys():
             self.rows(param).copy_(saved_masters[param])
