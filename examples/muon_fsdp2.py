@@ -51,7 +51,12 @@ def build(device: torch.device) -> tuple[Any, ZeroRedundancyOptimizer]:
     fully_shard(model)
     matrices = [param for param in model.blocks.parameters() if param.ndim == 2]
     chosen = set(matrices)
-    muon = {"params": matrices, "optimizer_class": torch.optim.Muon, "lr": 0.02, "cost": "matmul"}
+    muon: dict[str, Any] = {
+        "params": matrices,
+        "optimizer_class": torch.optim.Muon,
+        "lr": 0.02,
+        "cost": "matmul",
+    }
     rest = {"params": [param for param in model.parameters() if param not in chosen]}
     return model, ZeroRedundancyOptimizer([muon, rest], torch.optim.AdamW, lr=1e-3, weight_decay=0.01)
 
@@ -60,7 +65,7 @@ def load(folder: Path, model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> 
     """Load a checkpoint, which any number of ranks saved."""
     weights, state = get_state_dict(model, optimizer)
     both: dict[str, Any] = {"model": weights, "optimizer": state}
-    dcp.load(both, checkpoint_id=folder)
+    dcp.load(both, checkpoint_id=folder)  # type: ignore[attr-defined]
     set_state_dict(model, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"])
 
 
@@ -85,7 +90,7 @@ def train(steps: int, device: torch.device, folder: Path) -> list[float]:
         if dist.get_rank() == 0 and (step % 25 == 0 or step == steps):
             print(f"update {step:>4}  loss {losses[-1]:.3f}")
     weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)  # type: ignore[attr-defined]
     return losses
 
 

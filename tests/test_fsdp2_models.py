@@ -228,8 +228,8 @@ def test_a_closure_a_hook_and_a_scheduler_work(name: str) -> None:
         assert_equal(model, twin)
     assert seen == ["stepped"] * 3
     text = str(optimizer.explain(quiet=True))
-    assert ("where their rows lie" in text) is (recipes(optimizer) == {"rows"})
-    assert ("whole on owners" in text) is (recipes(optimizer) == {"whole"})
+    assert ("where their rows lie" in text) is ("rows" in recipes(optimizer))
+    assert ("whole on owners" in text) is ("whole" in recipes(optimizer))
 
 
 @on_ranks(2)

@@ -343,12 +343,16 @@ class Core:
     def remember(self) -> Callable[[], None]:
         """Copy this rank's state, options and parameters; return a function that restores them."""
         self.engine.under_way.wait()
-        put_back = self.owned.remember(self.own_params())
+        put_back = self.owned.remember([p for p in self.own_params() if p not in self.inputs.held])
+        rows = list(map(local_rows, self.inputs.held))
+        values = [each.clone() for each in rows]
         groups = [(group, dict(group), list(group["params"])) for group in self.groups]
         state, snapshot = self.state, copy(self.snapshot)
 
         def undo() -> None:
             put_back()
+            for each, value in zip(rows, values, strict=True):
+                each.copy_(value)
             for group, options, params in groups:
                 group.clear()
                 group.update(options, params=params)
