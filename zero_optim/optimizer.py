@@ -64,10 +64,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     Args:
         params: as for ``torch.optim``, dense; the same on every rank, in order. Ranks compare names, or
-            the values of nameless parameters that look alike.
+            the values of nameless parameters that look alike. DTensors, as of FSDP2, stay where they are.
         optimizer_class: the class, or a callable that builds one from groups. Ranks compare its code and
             arguments, so it must find out what differs between ranks when it is called.
-        process_group: ranks to shard over; None for the default group, or that of the fully sharded model.
+        process_group: ranks to shard over; None for the default group, or that of the fully sharded model,
+            or of the mesh of DTensors.
         parameters_as_bucket_view: move parameters into flat tensors, where gathers write in place. False
             copies at each step, as for shared memory and devices without DLPack.
         overlap_with_ddp: a comm hook (``hook_with_zero_step``, ``zero_step`` of `zero_optim.hooks`) steps

@@ -17,11 +17,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zero_optim.comm.agreement import one_error
+from zero_optim.comm.agreement import agree, one_error
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.dtensor.moves import Form, RowMoves, Whole
 from zero_optim.dtensor.placement import Chunks, gradient_rows, local_rows, row_pieces
-from zero_optim.errors import RankMismatchError
 from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import HELD_ROWS, HELD_WHOLE, Schedule
 from zero_optim.health.stamp import Send
@@ -70,7 +69,7 @@ class HeldBucket(Bucket):
     ) -> None:
         layout = whole([param.numel() for param in params], owners or [0] * len(params))
         super().__init__(params, layout, group.rank, as_views=False)
-        self._schedule = HELD_ROWS if owners is None else HELD_WHOLE
+        self.schedule = HELD_ROWS if owners is None else HELD_WHOLE
         self.names, self._group, self._leaves = names, group, leaves
         self._moves: RowMoves | None = None
         self._coming: Pending[tuple[list[bytes], list[Whole]]] | None = None
@@ -84,11 +83,6 @@ class HeldBucket(Bucket):
         else:
             self.open()
 
-    @property
-    def schedule(self) -> Schedule:  # type: ignore[override]
-        """The row of the table, which stays."""
-        return self._schedule
-
     def run_by(self, recipe: Schedule) -> None:
         """Do nothing: whoever keeps the rows has its own recipe."""
 
@@ -96,11 +90,6 @@ class HeldBucket(Bucket):
     def nbytes_to_gather(self) -> int:
         """Extra bytes while rows are sent."""
         return 0 if self._moves is None else self._moves.nbytes()
-
-    def refresh(self) -> None:
-        """Raise RuntimeError if a dtype, device or shape changed."""
-        for form, param in zip(self.forms, self.params, strict=True):
-            form.check(param)
 
     def open(self) -> None:
         """Look for this rank's rows and gradients; TypeError if a gradient is placed in another way."""
@@ -188,16 +177,13 @@ def check_heads(
     if any(head[0] for head in heads):
         error = one_error(group, failure)  # type: ignore[arg-type]  # it only describes it
         raise error
-    if len(set(heads)) == 1:
-        return
-    names = [name for bucket in buckets for name in bucket.names]
-    for name, present in zip(names, zip(*(head[1:] for head in heads), strict=True), strict=True):
-        if len(set(present)) > 1:
-            having = [rank for rank, has in zip(group.numbers, present, strict=True) if has]
-            raise RankMismatchError(
-                f"{name} has a gradient on ranks {having} alone: expected all ranks that hold its rows to "
-                "have one, or none. Nothing was stepped"
-            )
+    if len(set(heads)) > 1:
+        names = [name for bucket in buckets for name in bucket.names]
+        has = [
+            f"{'a' if has else 'no'} gradient of {name}"
+            for has, name in zip(heads[group.rank][1:], names, strict=True)
+        ]
+        agree(group, has, "which parameters have gradients, so nothing was stepped")
 
 
 def make_held_buckets(

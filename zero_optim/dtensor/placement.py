@@ -1,6 +1,6 @@
 """How DTensors lie on ranks: each rank of one group holds a chunk of one dimension. No communication."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.pieces import Piece, Pieces
+from zero_optim.shard.registration import tensors_in
 
 _RULE = (
     "expected DTensors with one Shard, as fully_shard makes them on a mesh of one dimension, or of two with "
@@ -65,21 +66,12 @@ def held_among(named: Sequence[tuple[str, Tensor]], group: RankGroup) -> dict[Te
 
 def group_in(params: object) -> dist.ProcessGroup | None:
     """Return the process group of the ranks that hold the first DTensor, or None; params may be invalid."""
-    for tensor in _dtensors_in(params):
-        for mesh_dim, placement in enumerate(tensor.placements):
+    for tensor in tensors_in(params):
+        for mesh_dim, placement in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
             if placement.is_shard():
-                return tensor.device_mesh.get_group(mesh_dim)
+                mesh: DeviceMesh = tensor.device_mesh
+                return mesh.get_group(mesh_dim)
     return None
-
-
-def _dtensors_in(params: object) -> Iterator[DTensor]:
-    if isinstance(params, DTensor):
-        yield params
-    elif isinstance(params, dict):
-        yield from _dtensors_in(params.get("params"))
-    elif isinstance(params, list | tuple):
-        for each in params:
-            yield from _dtensors_in(each)
 
 
 def local_rows(tensor: Tensor) -> Tensor:

@@ -83,7 +83,13 @@ class StepTask(Gathering, Generic[T]):
         self._prepare()
         if self._moved:  # the head of each message tells all
             heads = self._moved[0].take_arrived()
-            check_heads(core.group, core.held_buckets, heads, self.failure)
+            try:
+                check_heads(core.group, core.held_buckets, heads, self.failure)
+            except BaseException:
+                for bucket in self._moved:
+                    if bucket.is_coming:  # on every rank
+                        bucket.take_arrived()
+                raise
         if self._is_in_parts and len(self._moved) > 1:
             self._step_in_parts()
             return
