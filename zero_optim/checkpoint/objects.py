@@ -1,6 +1,7 @@
 """What is saved or loaded, by which ranks, under which names; and how a load is undone."""
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -11,14 +12,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zero_optim.comm.backends import devices_of
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh
-from zero_optim.dtensor.placement import chunk_pieces, chunks_of, local_rows
+from zero_optim.dtensor.placement import chunk_pieces, chunks_of, is_dtensor, local_rows
 from zero_optim.health.watchdog import patient, watching
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Pieces
@@ -119,13 +118,14 @@ class Objects:
 
     def _find_held(self) -> None:
         """Look for DTensors of the model; ValueError if they are not cut by rows over all ranks."""
-        for module in () if self.model is None else self.model.modules():
-            if isinstance(module, FSDPModule):
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # loading it takes a second
+        for module in () if self.model is None or fsdp is None else self.model.modules():
+            if isinstance(module, fsdp.FSDPModule):
                 module.reshard()  # or parameters are others
         first: dict[Tensor, HeldRows] = {}
         named = [] if self.model is None else unwrapped(self.model).named_parameters(remove_duplicate=False)
         for name, param in named:
-            if not isinstance(param, DTensor):
+            if not is_dtensor(param):
                 continue
             mesh, _, dim = chunks = chunks_of(param, name)
             if dim != 0 or mesh.ndim > 1:

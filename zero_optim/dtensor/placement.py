@@ -1,18 +1,22 @@
 """How DTensors lie on ranks: each rank of one group holds a chunk of one dimension. No communication."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.pieces import Piece, Pieces
 from zero_optim.shard.registration import tensors_in
+
+if TYPE_CHECKING:  # loading it takes as long as torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+    from typing_extensions import TypeIs
 
 _RULE = (
     "expected DTensors with one Shard, as fully_shard makes them on a mesh of one dimension, or of two with "
@@ -20,16 +24,24 @@ _RULE = (
 )
 
 
+def is_dtensor(value: object) -> "TypeIs[DTensor]":
+    """Return whether a value is a DTensor."""
+    known = sys.modules.get("torch.distributed.tensor")
+    return known is not None and isinstance(value, known.DTensor)
+
+
 class Chunks(NamedTuple):
     """A DTensor's dimension that is cut in chunks, as `torch.chunk` cuts, over one dimension of its mesh."""
 
-    mesh: DeviceMesh
+    mesh: "DeviceMesh"
     mesh_dim: int
     dim: int
 
 
-def chunks_of(tensor: DTensor, name: str) -> Chunks:
+def chunks_of(tensor: "DTensor", name: str) -> Chunks:
     """Return how a DTensor is cut; ValueError with its name and placements if there is no rule for it."""
+    from torch.distributed.tensor import Shard
+
     mesh, placements = tensor.device_mesh, tensor.placements
     cut = [number for number, each in enumerate(placements) if not each.is_replicate()]
     if len(cut) != 1 or type(shard := placements[cut[0]]) is not Shard:
@@ -44,7 +56,7 @@ def chunks_of(tensor: DTensor, name: str) -> Chunks:
 
 def held_among(named: Sequence[tuple[str, Tensor]], group: RankGroup) -> dict[Tensor, Chunks]:
     """Return the DTensors among parameters; ValueError if the group's ranks are not those that hold them."""
-    held: dict[Tensor, Chunks] = {p: chunks_of(p, name) for name, p in named if isinstance(p, DTensor)}
+    held: dict[Tensor, Chunks] = {p: chunks_of(p, name) for name, p in named if is_dtensor(p)}
     for name, param in named:
         if param not in held:
             continue
@@ -66,17 +78,17 @@ def held_among(named: Sequence[tuple[str, Tensor]], group: RankGroup) -> dict[Te
 
 def group_in(params: object) -> dist.ProcessGroup | None:
     """Return the process group of the ranks that hold the first DTensor, or None; params may be invalid."""
-    for tensor in tensors_in(params):
-        for mesh_dim, placement in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
+    for tensor in filter(is_dtensor, tensors_in(params)):
+        for mesh_dim, placement in enumerate(tensor.placements):
             if placement.is_shard():
-                mesh: DeviceMesh = tensor.device_mesh
-                return mesh.get_group(mesh_dim)
+                group: dist.ProcessGroup = tensor.device_mesh.get_group(mesh_dim)
+                return group
     return None
 
 
 def local_rows(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a DTensor, or a plain tensor itself."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor.detach()
     with torch.no_grad():
         rows: Any = tensor.to_local()
@@ -89,8 +101,8 @@ def gradient_rows(param: Tensor, name: str) -> Tensor | None:
     grad = param.grad
     if grad is None:
         return None
-    placements: Any = grad.placements if isinstance(grad, DTensor) else "a plain tensor"
-    if not isinstance(param, DTensor) or placements != param.placements:
+    placements: Any = grad.placements if is_dtensor(grad) else "a plain tensor"
+    if not is_dtensor(param) or placements != param.placements:
         raise TypeError(f"the gradient of {name} is {placements}, expected a DTensor placed as the parameter")
     rows = local_rows(grad)
     return rows if rows.dtype == param.dtype else rows.to(param.dtype)
@@ -98,7 +110,9 @@ def gradient_rows(param: Tensor, name: str) -> Tensor | None:
 
 def as_dtensor(rows: Tensor, param: Tensor, shape: Sequence[int]) -> Tensor:
     """Make a DTensor of a shape from this rank's rows: placed as the parameter, or else by its rows."""
-    assert isinstance(param, DTensor)
+    from torch.distributed.tensor import DTensor
+
+    assert is_dtensor(param)
     placements = _placements(param, shape)
     size, strides = torch.Size(shape), torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(
@@ -108,13 +122,15 @@ def as_dtensor(rows: Tensor, param: Tensor, shape: Sequence[int]) -> Tensor:
 
 def placed_alike(tensor: Tensor, param: Tensor) -> bool:
     """Whether a tensor is a DTensor as `as_dtensor` makes it for a parameter."""
-    if not isinstance(tensor, DTensor) or not isinstance(param, DTensor):
+    if not is_dtensor(tensor) or not is_dtensor(param):
         return False
     placements = _placements(param, tensor.shape)
     return tensor.device_mesh == param.device_mesh and tensor.placements == tuple(placements)
 
 
-def _placements(param: DTensor, shape: Sequence[int]) -> list[Placement]:
+def _placements(param: "DTensor", shape: Sequence[int]) -> "list[Placement]":
+    from torch.distributed.tensor import Shard
+
     is_alike = tuple(shape) == tuple(param.shape)
     return [each if is_alike or not isinstance(each, Shard) else Shard(0) for each in param.placements]
 

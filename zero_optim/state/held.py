@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.encoding import map_tensors
 from zero_optim.comm.wire import copied
 from zero_optim.dtensor.moves import Form, RowMoves
-from zero_optim.dtensor.placement import as_dtensor, local_rows, placed_alike, shape_here
+from zero_optim.dtensor.placement import as_dtensor, is_dtensor, local_rows, placed_alike, shape_here
 from zero_optim.plan.pieces import piece_of
 from zero_optim.state.core import Core
 from zero_optim.state.moving import sent_by
@@ -106,7 +105,7 @@ def holds_dtensors(state: Mapping[Any, Any]) -> bool:
     found: list[bool] = []
 
     def look(tensor: Tensor) -> Tensor:
-        found.append(isinstance(tensor, DTensor))
+        found.append(is_dtensor(tensor))
         return tensor
 
     map_tensors(dict(state), look)
@@ -119,13 +118,13 @@ def own_part(core: Core, state: Mapping[int, Any]) -> dict[Tensor, Any]:
     described, own = list[str](), dict[Tensor, Any]()
 
     def describe(index: int, tensor: Tensor) -> Tensor:
-        placed = f", {tensor.placements}" if isinstance(tensor, DTensor) else ""
+        placed = f", {tensor.placements}" if is_dtensor(tensor) else ""
         described.append(f"{index}: {tensor.dtype} {tuple(tensor.shape)}{placed}")
         return tensor
 
     def take(index: int, tensor: Tensor) -> Tensor:
         param = params[index]
-        if not isinstance(tensor, DTensor):
+        if not is_dtensor(tensor):
             return copied(tensor)
         if param not in core.inputs.held or not placed_alike(tensor, param):
             return tensor.full_tensor()
@@ -142,9 +141,9 @@ def own_part(core: Core, state: Mapping[int, Any]) -> dict[Tensor, Any]:
         start, stop = (0, 0) if here is None else here[1:]
         for name, value in entries.items():
             if param in cuts and isinstance(value, Tensor) and cuts[param].is_cut(name, tuple(value.shape)):
-                whole = isinstance(value, DTensor) and not placed_alike(value, param)
-                plain = value.full_tensor() if whole and isinstance(value, DTensor) else value
-                is_here = isinstance(plain, DTensor)
+                whole = is_dtensor(value) and not placed_alike(value, param)
+                plain = value.full_tensor() if whole and is_dtensor(value) else value
+                is_here = is_dtensor(plain)
                 entries[name] = (local_rows(plain) if is_here else plain.detach()[start:stop]).clone()
             else:
                 entries[name] = map_tensors(value, partial(take, index))

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from zero_optim.comm.agreement import agree, check_flags, one_error
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import bytes_to_tensor, tensor_to_bytes
 from zero_optim.compat import private
 from zero_optim.compat.streams import HostCopy, brought_to, is_asynchronous, to_device
+from zero_optim.dtensor.placement import is_dtensor
 from zero_optim.plan.description import describe
 from zero_optim.plan.pieces import Pieces
 from zero_optim.step.partial import PartialGradient, is_on_host, rows_here
@@ -129,7 +129,8 @@ def _global_norm(
     grads: list[Tensor | None] = []  # those whose norm this rank takes
     for index in owned[group.rank]:
         is_first = pieces[index][0].owner == group.rank
-        has_own = is_first or isinstance(params[index].grad, PartialGradient | DTensor)
+        grad = params[index].grad
+        has_own = is_first or isinstance(grad, PartialGradient) or is_dtensor(grad)
         grads.append(rows[index] if has_own else None)
     heading, norms, failure = b"\1", None, None
     try:

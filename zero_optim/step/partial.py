@@ -19,11 +19,10 @@ from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from zero_optim.compat import private
 from zero_optim.compat.streams import HostCopy, copy_to
-from zero_optim.dtensor.placement import local_rows
+from zero_optim.dtensor.placement import is_dtensor, local_rows
 from zero_optim.plan.pieces import Pieces, owned_by_text
 
 Agree: TypeAlias = weakref.WeakMethod[Callable[[Tensor], None]]  # one for all gradients of a reducer
@@ -252,7 +251,7 @@ def rows_here(param: Tensor) -> Tensor | None:
     if type(grad) is OwnedGradient:
         with private.DisableTorchFunctionSubclass():  # one operator for a list takes ordinary tensors alone
             return grad if grad.is_sparse else grad.detach()
-    return local_rows(grad) if isinstance(grad, DTensor) else grad
+    return local_rows(grad) if is_dtensor(grad) else grad
 
 
 def _agree(grads: Iterable[Tensor], found_inf: Tensor) -> None:
