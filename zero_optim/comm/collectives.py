@@ -53,8 +53,8 @@ from zero_optim.host.messages import OneHost, can_sum
 from zero_optim.host.several_hosts import SeveralHosts
 
 RELEASED = (
-    "the process group was let go by detach(): call rebind(), on all ranks of a new one. What was made for "
-    "the one before, such as comm hooks, has to be made again"
+    "detach() has released the process group: call rebind() on all ranks of a new one. Create again what "
+    "belonged to the old group, such as comm hooks"
 )
 
 

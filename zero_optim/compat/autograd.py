@@ -200,7 +200,7 @@ def _apart(backend: str, timeout: timedelta) -> tuple[Any, torch.device | None]:
 
 def _changed(what: str) -> RuntimeError:
     return RuntimeError(
-        f"PyTorch {torch.__version__} gives {what}, so no process group can be made beside the one given: "
+        f"PyTorch {torch.__version__} gives {what}, so no further process group can be created: "
         f"use PyTorch {private.WORKS_WITH}, or a newer zero-optim"
     )
 

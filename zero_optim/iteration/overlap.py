@@ -160,9 +160,9 @@ class Overlap:
         under_way = self.core.engine.under_way
         if broke_off and under_way.is_unclaimed and not joined:
             raise RuntimeError(
-                "the last backward pass broke off after part of its step had been taken, and the "
-                "forward pass since may have read parameters half way: call optimizer.wait_for_gathers() "
-                "before going on"
+                "the last backward pass failed after part of its step had been taken, and the forward pass "
+                "after it may have read old and new parameters: call optimizer.wait_for_gathers() before "
+                "training goes on"
             )
         under_way.wait()
 

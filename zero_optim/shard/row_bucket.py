@@ -35,13 +35,14 @@ from zero_optim.shard.row_storage import RowStorage
 from zero_optim.shard.unit_memory import UnitMemory
 
 _WRITE = (
-    "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has "
-    "seen it: write inside zero_optim.ddp.unsharded(module), which hands what was written to the owners. To "
-    "convert or move a model, call its .to(), .half() or .cuda() before the first forward pass"
+    "a parameter of {name} was written to, or got other memory, while its values were not on this rank, so "
+    "the write is lost: write inside zero_optim.ddp.unsharded(module), which sends the values to the ranks "
+    "that own them. To convert or move a model, call its .to(), .half() or .cuda() before the first forward "
+    "pass"
 )
 _PINNED = (
-    "the parameters of {name} are whole for somebody to read or write: leave unsharded() before "
-    "they are stepped, averaged, saved or loaded"
+    "the parameters of {name} are inside unsharded(): leave it before a step, before averaged weights, and "
+    "before a save or load"
 )
 
 
