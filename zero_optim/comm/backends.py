@@ -54,6 +54,7 @@ class Transport:
     ``most_lanes``: groups side by side that one user gains by. ``is_tree``: broadcasts go along a tree, else
     a chain. ``cuts_by_timeout``: a receive that times out breaks the group's connections.
     ``shares_host_memory``: between ranks of one host its CPU tensors may go through memory, with its bits.
+    ``row_nbytes``: of a message, from which on time grows with its bytes.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Transport:
     is_tree: ClassVar[bool] = False
     cuts_by_timeout: ClassVar[bool] = False
     shares_host_memory: ClassVar[bool] = False
+    row_nbytes: ClassVar[int] = 2**20
 
     @property
     def late_on(self) -> torch.device | None:
@@ -89,6 +91,7 @@ class _Gloo(Transport):
     __slots__ = ()
     most_lanes = 8
     is_tree = cuts_by_timeout = shares_host_memory = True
+    row_nbytes = 2**18
 
     @property
     def late_on(self) -> None:
