@@ -38,6 +38,18 @@ class Slices:
         return self.rows[0] if self.is_even else -(-self.total // (len(self.rows) * UNIT)) * UNIT
 
     @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """The length of each slice without the padding."""
+        return tuple(
+            max(0, min(self.slice, self.total - rank * self.slice)) for rank in range(len(self.rows))
+        )
+
+    @cached_property
+    def is_direct(self) -> bool:
+        """Whether each owner may receive its row from all other ranks: no more than a bucket."""
+        return (len(self.rows) - 1) * max(self.rows) <= self.total
+
+    @cached_property
     def splits(self) -> tuple[list[int], list[int]]:
         """What this rank's slice shares with each row, and this rank's row with each slice."""
         rows = list(_spans(self.rows))
