@@ -100,7 +100,7 @@ def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
     for bucket, moves in zip(core.engine.buckets, core.engine.active(), strict=True):
         (param, *_), layout, active = bucket.params, bucket.layout, moves or core.owned.local.moves_frozen
         rows = {row.owner: row.stop - row.start for row in layout.rows if row.stop > row.start}
-        mean, fullest = layout.end_of_rows / core.group.size, max(rows.values(), default=0)
+        mean, fullest = layout.numel / core.group.size, max(rows.values(), default=0)
         kind, size = str(param.dtype).removeprefix("torch."), layout.numel * param.itemsize / _MIB
         text = f"{len(bucket.params)} {kind} on {param.device}, {size:.2f} MiB, owners {[*rows]}"
         uneven, least = "", max(MIN_ROW_NBYTES / param.itemsize, TOLERANCE * mean)
@@ -108,7 +108,7 @@ def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
             why = "; ".join(dict.fromkeys(reasons[each] for each in bucket.params if each in reasons))
             why = why or "it has no rows that could be shared out evenly"
             uneven = f"not cut: {text}; the fullest rank sends {fullest / mean:.1f} x the mean ({why})"
-        yield f"bucket: {text}{'' if active else ', frozen'}", uneven, len(layout.spans()) * active
+        yield f"bucket: {text}{'' if active else ', frozen'}", uneven, len(rows) * active
 
 
 def _traits_text(name: str, traits: Traits | None) -> str:
