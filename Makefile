@@ -66,7 +66,7 @@ integrations:  ## run the adapters with the real frameworks, and all optimizer c
 	@$(MAKE) --no-print-directory test VENV=.venv-integrations EXTRAS=integrations ARGS='tests/integrations $(ARGS)'
 	@$(MAKE) --no-print-directory test VENV=.venv-classes EXTRAS=classes ARGS='tests/integrations/test_c*.py tests/test_migrating.py $(ARGS)'
 
-gpu: $(if $(GPU_GIVEN),,$(STAMP))  ## run every claim on the GPUs there are, minutes; ARGS='--device cpu --dry' without one
+gpu: $(if $(GPU_GIVEN),,$(STAMP))  ## run every claim on the GPUs there are, 12 minutes at most; ARGS='--device cpu --dry' without one
 	PYTHONPATH=tests:. $(if $(GPU_GIVEN),$(PYTHON),$(VENV)/bin/python) -m gpu $(ARGS)
 
 bench: $(STAMP)  ## run every benchmark, about 40 minutes
