@@ -50,9 +50,11 @@ def sharded(gpt: GPT) -> tuple[Any, ZeroRedundancyOptimizer]:
 Build = Callable[[GPT], tuple[Any, ZeroRedundancyOptimizer]]
 PICTURES: dict[str, dict[str, tuple[Build, bool]]] = {  # by name: each title, and whether it clips
     "overlap": {
-        "step(): when all gradients are reduced, this rank steps what it owns, then all send": (plain, False),
-        'zero_step(optimizer, gradients="owners"): each bucket is reduced, stepped and sent while the backward '
-        "pass goes on": (overlapped, False),
+        "step(): all gradients are reduced, then each rank steps what it owns and sends it": (plain, False),
+        "zero_step(optimizer, ...): each bucket is reduced, stepped and sent during the backward pass": (
+            overlapped,
+            False,
+        ),
     },
     "sharded": {
         "DistributedDataParallel, clipping: every rank gets all gradients": (plain, True),

@@ -89,7 +89,7 @@ def hidden(spans: Sequence[Span]) -> float:
 
 
 def _bars(spans: Sequence[Span], row: str) -> list[tuple[float, float]]:
-    """Return begins and lengths in a row. Parts of one message, hardly apart, are one bar that can be seen."""
+    """Return begins and lengths in a row; parts of one message are one bar, none is too short to see."""
     small = max((span.stop for span in spans), default=0.0) / 200
     bars: list[tuple[float, float]] = []
     for start, stop in ((span.start, span.stop) for span in spans if span.row == row):
