@@ -49,7 +49,7 @@ REFUSED = {
     "delay_all_reduce_named_params": _DELAYS,
     "device_mesh": "the ranks are those of the optimizer: give it process_group=mesh.get_group(), and a 2-D "
     "mesh of replicas by the name of mesh",
-    "gradient_as_bucket_view": "an owner's gradients are views already, and nobody else has whole ones",
+    "gradient_as_bucket_view": "gradients are views already on the owning rank, and the others have none",
     "mixed_precision": _CASTS,
     "param_to_hook_all_reduce": _DELAYS,
     "skip_all_reduce_unused_params": "the ranks have to reduce the same buckets",
@@ -126,8 +126,8 @@ def _agree(
         _check_devices(module, arguments.get("device_ids"), arguments.get("output_device"))
         if not may_be_freed and any(is_freed(param) for _, param in seen_params(module)):
             raise ValueError(
-                "the model is fully sharded already, or a part of it: its parameters are on their owners "
-                "alone"
+                "the model, or a part of it, is fully sharded already: each rank keeps only a part of its "
+                "parameters"
             )
         items = [f"init_sync={syncs}"]
         if syncs:
@@ -233,6 +233,6 @@ def check_optimizer(module: nn.Module, optimizer: ZeroRedundancyOptimizer, proce
     unknown = [name for name, param in seen_params(module) if param.requires_grad and param not in pieces]
     if unknown:
         raise ValueError(
-            f"the optimizer does not have {names_text(unknown)}, so nobody owns the gradients: add them to "
-            "it, or freeze them (requires_grad=False) before wrapping"
+            f"the optimizer does not have {names_text(unknown)}, so no rank owns their gradients: add them "
+            "to it, or freeze them (requires_grad=False) before wrapping"
         )

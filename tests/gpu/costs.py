@@ -37,7 +37,7 @@ from sync_calls import Event, counting_backwards, cpu_as_accelerator, num_backwa
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.compat import streams
 from zero_optim.ddp import DistributedDataParallel
-from zero_optim.health.stamp import Arrivals, Read, Stamp
+from zero_optim.health.stamp import Arrival, Read, Stamp
 from zero_optim.hooks import zero_step
 
 MIB = 2**20
@@ -176,12 +176,12 @@ def pretend(here: Here, world: int) -> None:
 @contextmanager
 def only_own_stamps() -> Iterator[None]:
     """Read the stamps of all ranks, but believe this rank's alone: ranks that are pretended send none."""
-    stamps = Arrivals.read_stamps
+    stamps = Arrival.read_stamps
 
-    def own(arrivals: Arrivals, read: Read) -> dict[int, Stamp]:
-        return {rank: stamp for rank, stamp in stamps(arrivals, read).items() if rank == dist.get_rank()}
+    def own(arrival: Arrival, read: Read) -> dict[int, Stamp]:
+        return {rank: stamp for rank, stamp in stamps(arrival, read).items() if rank == dist.get_rank()}
 
-    with patch.object(Arrivals, "read_stamps", own):
+    with patch.object(Arrival, "read_stamps", own):
         yield
 
 

@@ -232,7 +232,7 @@ class SharedMemory:
 
     def release(self) -> None:
         """Take part no more, with nothing that failed: what this rank has sent counts. Takes no lock."""
-        self.close("Connection closed: this rank has let its process group go", gives_up=False)
+        self.close("Connection closed: this rank has released its process group", gives_up=False)
 
     def close(self, why: str, *, gives_up: bool = True) -> None:
         """Give up: all pending calls fail, here and elsewhere. Takes no lock."""

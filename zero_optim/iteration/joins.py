@@ -17,8 +17,9 @@ from zero_optim.state.core import Core
 from zero_optim.step.join import Status, exchange, lend_gradients
 
 NO_JOIN = (
-    "gradients go to their owners alone. For uneven inputs use stage 1: ZeroRedundancyOptimizer with "
-    "PyTorch's or zero_optim.ddp's DistributedDataParallel. Or give every rank as many batches"
+    "each gradient is sent only to the rank that owns it. For uneven inputs use stage 1: "
+    "ZeroRedundancyOptimizer with PyTorch's or zero_optim.ddp's DistributedDataParallel. Or give every rank "
+    "as many batches"
 )
 
 

@@ -56,7 +56,7 @@ class StepTask(Gathering, Generic[T]):
             Operation.GATHER in bucket.schedule[Moment.STEP] for bucket in self._changed
         ):
             core.ranks.works.note_failure(call.failure_text)
-        self._stamps = engine.stamps
+        self._tells = True
 
     def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
         """Leave out buckets that never trained; one must start to train on all ranks."""
@@ -89,6 +89,7 @@ class PartTask(Task):
         self._core, self._lanes, self._gradients = core, lanes, gradients
         self._ungathered, self._checks = ungathered, checks
         self._changed: frozenset[Tensor] = frozenset()
+        self._tells = checks  # the next gather has a header
         self.failure = failure
 
     def step(self, buckets: Sequence[Bucket]) -> None:
@@ -114,9 +115,8 @@ class PartTask(Task):
 
     def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket, on lanes that nobody else uses."""
-        stamps = self._core.engine.stamps
-        send = None if stamps is None else stamps.send
-        return start_gather(self._lanes, bucket, send, changed=self._changed)
+        header, self._tells = self._core.engine.header() if self._tells else None, False
+        return start_gather(self._lanes, bucket, header, changed=self._changed)
 
     def end(self) -> None:
         """Raise what failed on other ranks, where all has come."""

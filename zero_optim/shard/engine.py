@@ -37,6 +37,7 @@ from zero_optim.errors import RemoteRankError
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import ZERO1, Moment, Operation, Placement, Schedule
+from zero_optim.health.stamp import Header
 from zero_optim.health.stamps import Call, Stamps
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.shard.bucket import Bucket, copy_out
@@ -50,13 +51,13 @@ _NBYTES_TO_GATHER = attrgetter("nbytes_to_gather")
 
 
 class Gathering(Task):
-    """The gather of all buckets, without stamps. Subclasses step, and send stamps."""
+    """The gather of all buckets, without a header. Subclasses step, and send one."""
 
     def __init__(self, engine: "Engine") -> None:
         self._engine, self._group = engine, engine.group.during("gather")
         self._lanes: Lease | None = None
         self.span = self._group.phase if engine.is_on_cpu else nullcontext()
-        self._stamps: Stamps | None = None  # which the rows send
+        self._tells = False  # the next gather has a header
 
     def step(self, buckets: Sequence[Bucket]) -> None:
         """Note that all rows changed."""
@@ -72,7 +73,8 @@ class Gathering(Task):
         """Start the gather of a bucket."""
         group, lanes = self._group, self._lanes
         used = (group,) if lanes is None or not may_use_lanes(bucket, group) else lanes.groups
-        return start_gather(used, bucket, None if self._stamps is None else self._stamps.send)
+        header, self._tells = self._engine.header() if self._tells else None, False
+        return start_gather(used, bucket, header)
 
     def clean_up(self, error: BaseException, buckets: Sequence[Any]) -> None:
         """Let nobody else use lanes on which something failed."""
@@ -307,9 +309,13 @@ class Engine:
     # ------------------------------------------------------------------ what ranks tell each other beside
 
     def begin_call(self, groups: Sequence[ParamGroup], call: Call) -> None:
-        """Let the next gathers send a call's stamps; the last call's have been waited for."""
+        """Let the next header have a call's stamps; the last call's have been waited for."""
         if self.stamps is not None:
             self.stamps.begin(groups, call)
+
+    def header(self) -> Header | None:
+        """Return what tells the other ranks of the last call; it goes with one gather."""
+        return None if self.stamps is None else self.stamps.header()
 
     @eager
     def begin_step(self, groups: Sequence[ParamGroup], call: Call) -> list[bool]:

@@ -90,7 +90,10 @@ class LocalOptimizer:
             built.check_saved()
         names = [built.spec.name for built in self._built if has_own_dict(built.optimizer)]
         if names and len(self._built) > 1:
-            raise TypeError(f"{names[0]} has a state_dict() of its own, and is one of several optimizers")
+            raise TypeError(
+                f"{names[0]} overrides state_dict(), so its state cannot be saved with that of other classes "
+                "in one optimizer: give it an optimizer of its own"
+            )
 
     def _check_saves(self) -> None:
         try:
