@@ -90,9 +90,9 @@ class RowBucket(Uncopied, Bucket):
         dtype: torch.dtype | None = None,  # of the flat tensor and whole parameters
         storage: RowStorage | None = None,
     ) -> None:
-        super().__init__(params, layout, rank, label, as_views=False)
         # The parameters have the compute dtype already where another bucket held them.
-        self.dtype, row_dtype = self.dtype if dtype is None else dtype, kept_dtype(params[0])
+        super().__init__(params, layout, rank, label, dtype=dtype, as_views=False)
+        row_dtype = kept_dtype(params[0])
         self._storage = RowStorage() if storage is None else storage
         self._memory = UnitMemory(layout.numel, self.dtype, self.device)
         self._flat = self._memory.flat
