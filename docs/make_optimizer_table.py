@@ -27,6 +27,14 @@ from zero_optim.probe.traits import Traits  # noqa: E402
 TARGET = ROOT / "docs" / "optimizers.md"
 HEAD = f"""# Every optimizer class
 
+Which classes were tried, and whether they can be sharded. To try one that is not here, build it on all
+ranks:
+
+```python
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adafactor)  # raises if refused
+optimizer.explain()  # shows what trials of the class found
+```
+
 Made by `python docs/make_optimizer_table.py`, which runs the checks of tests/test_optimizers.py on two ranks,
 with PyTorch {torch.__version__.partition("+")[0]} on CPU and torch-optimizer 0.3.0. Do not edit.
 

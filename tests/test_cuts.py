@@ -150,6 +150,6 @@ def test_large_models_are_even_with_few_owners_that_follow_from_bucket_to_bucket
     assert len(plan.buckets) == {"7 B": 226, "7 B in units": 33, "GPT-2": 10}[name]
     row = min(row_nbytes, sum(param.nbytes for param in params) // (4 * num_ranks))
     for bucket in plan.buckets:
-        nbytes, owners = bucket.layout.end_of_rows * dtype.itemsize, {r.owner for r in bucket.layout.rows}
+        nbytes, owners = bucket.layout.numel * dtype.itemsize, {r.owner for r in bucket.layout.rows}
         assert len(owners) <= min(num_ranks, -(-nbytes // row) + 1)  # one of them has the rest of its turn
         assert sum((owner + 1) % num_ranks not in owners for owner in owners) <= 1  # consecutive

@@ -132,6 +132,14 @@ def test_the_page_of_benchmarks_is_that_of_the_records() -> None:
     assert write["PAGE"].read_text() == write["page"]()
 
 
+def test_the_figures_of_memory_in_the_readme_are_those_of_the_planner() -> None:
+    figures = runpy.run_path(str(ROOT / "docs" / "make_memory_picture.py"))["figures"]()
+    text = (ROOT / "README.md").read_text()
+    shown = [int(number) for number in re.findall(r"\d+", text.partition("![GB")[2].partition("]")[0])]
+    totals = [round(sum(parts.values())) for stages in figures.values() for parts in stages.values()]
+    assert [number for number in shown if number in totals] == totals
+
+
 def test_each_claim_links_to_a_test_that_exists() -> None:
     lines = (ROOT / "docs" / "claims.md").read_text().splitlines()
     claims = [line for line in lines if line.startswith("| ") and "shown by" not in line]

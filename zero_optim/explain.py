@@ -102,8 +102,8 @@ def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
         (param, *_), layout, active = bucket.params, bucket.layout, moves or core.owned.local.moves_frozen
         rows = {row.owner: row.stop - row.start for row in layout.rows if row.stop > row.start}
         most = core.group.transport(param.device).row_nbytes
-        num_owners = -(-layout.end_of_rows * param.itemsize // row_nbytes(nbytes, core.group.size, most))
-        mean = layout.end_of_rows / max(1, min(core.group.size, num_owners))
+        num_owners = -(-layout.numel * param.itemsize // row_nbytes(nbytes, core.group.size, most))
+        mean = layout.numel / max(1, min(core.group.size, num_owners))
         fullest = max(rows.values(), default=0)
         kind, size = str(param.dtype).removeprefix("torch."), layout.numel * param.itemsize / _MIB
         text = f"{len(bucket.params)} {kind} on {param.device}, {size:.2f} MiB, owners {[*rows]}"
@@ -112,7 +112,7 @@ def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
             why = "; ".join(dict.fromkeys(reasons[each] for each in bucket.params if each in reasons))
             why = why or "it has no rows that could be shared out evenly"
             uneven = f"not cut: {text}; the fullest rank sends {fullest / mean:.1f} x the mean ({why})"
-        yield f"bucket: {text}{'' if active else ', frozen'}", uneven, len(layout.spans()) * active
+        yield f"bucket: {text}{'' if active else ', frozen'}", uneven, len(rows) * active
 
 
 def _traits_text(name: str, traits: Traits | None) -> str:

@@ -60,7 +60,7 @@ class Chunk:
     def __post_init__(self) -> None:
         """Prove that they are numbers."""
         numbers = (*self.offsets, *self.sizes, self.start, self.nbytes, self.crc32)
-        _check_numbers("what says where a chunk lies", numbers)
+        _check_numbers("the place of a chunk", numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,9 @@ class Entry:
             if any(end > size for end, size in zip(ends, self.shape, strict=True)):
                 raise ValueError(f"a chunk at {chunk.offsets} of {chunk.sizes} outside shape {self.shape}")
         if self.dtype is not None and sum(math.prod(c.sizes) for c in self.chunks) != math.prod(self.shape):
-            raise ValueError(f"the chunks of a tensor of shape {self.shape} have other elements than it has")
+            raise ValueError(
+                f"the chunks of a tensor of shape {self.shape} do not have as many elements as it"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +103,7 @@ class DataFile:
 
     def __post_init__(self) -> None:
         """Prove that they are numbers."""
-        _check_numbers("what says how a file lies", astuple(self))
+        _check_numbers("the place of a file's tensors", astuple(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +178,10 @@ class Manifest:
         if zlib.crc32(body.encode()) != head["crc32"]:
             raise ValueError("its checksum is wrong")
         if len(body) > _MANY and body.count("[") + body.count("{") > len(body) // 5:
-            raise ValueError("it is made of lists with nothing in them, which need much memory")
+            raise ValueError("it has too many empty lists, which would fill the memory")
         content = json.loads(body)
         if _head_line(body, content["number"]) != head_line:
-            raise ValueError("its first line, which no checksum covers, is not what the second one asks for")
+            raise ValueError("its first line does not belong to the second")
         names, entries = [name for name, *_ in content["files"]], {}
         for key, (dtype, shape, rows) in content["entries"].items():
             chunks = [Chunk(tuple(o), tuple(s), names[file], *rest) for o, s, file, *rest in rows]
@@ -198,7 +200,7 @@ def _head_of(line: str | bytes) -> dict[str, Any]:
     head = json.loads(line)
     if isinstance(head, dict) and head.get("format") == FORMAT:
         return head
-    raise ValueError("it is none of zero_optim's")
+    raise ValueError("it is no manifest of zero_optim")
 
 
 @contextmanager

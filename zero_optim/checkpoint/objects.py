@@ -95,8 +95,8 @@ class Objects:
         for name, param in self.model.named_parameters() if self.model is not None else ():
             if is_freed(param) and param not in known:
                 raise ValueError(
-                    f"{name} is on its owners alone, as the model is fully sharded: give the optimizer "
-                    "too, which knows them"
+                    f"each rank has only a part of {name}, as the model is fully sharded: pass optimizer= "
+                    "too, which knows the parts"
                 )
         if self.model is not None and self.optimizer is not None:
             self.optimizer.core.check_weights()  # those that are saved must be those that train

@@ -17,7 +17,7 @@ Note [Devices of a group]
 import re
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -77,9 +77,9 @@ class Transport:
         return False
 
     @property
-    def exchanges(self) -> Literal["lists", "bytes", "pairs"]:
-        """How ranks exchange pieces: as lists of tensors, one tensor of bytes, or sends in pairs."""
-        return "lists"
+    def sends_pairs(self) -> bool:
+        """Whether ranks exchange tensors by sends in pairs, else by one all-to-all."""
+        return False
 
     @property
     def waits_on_host(self) -> bool:
@@ -103,8 +103,8 @@ class _Gloo(Transport):
         return self.device.type == "cpu" and not is_asynchronous(self.device)
 
     @property
-    def exchanges(self) -> Literal["bytes", "pairs"]:
-        return "pairs" if self.device.type == "cpu" else "bytes"
+    def sends_pairs(self) -> bool:
+        return self.device.type == "cpu"
 
     @property
     def waits_on_host(self) -> bool:

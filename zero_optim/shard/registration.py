@@ -105,8 +105,8 @@ class Registration:
         missing = sum(param.requires_grad for param in set(self.params).difference(params))
         if missing:
             raise ValueError(
-                f"the optimizer lacks {missing} trainable parameters of the fully sharded model, so nobody "
-                "would step them: give it all of wrapped.parameters(), in groups if need be, or freeze them "
+                f"the optimizer lacks {missing} trainable parameters of the fully sharded model, so they "
+                "would not train: give it all of wrapped.parameters(), in groups if need be, or freeze them "
                 "(requires_grad=False) before wrapping"
             )
         if any(param.grad is not None for param in self.params):

@@ -35,13 +35,14 @@ from zero_optim.shard.row_storage import RowStorage
 from zero_optim.shard.unit_memory import UnitMemory
 
 _WRITE = (
-    "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has "
-    "seen it: write inside zero_optim.ddp.unsharded(module), which hands what was written to the owners. To "
-    "convert or move a model, call its .to(), .half() or .cuda() before the first forward pass"
+    "a parameter of {name} was written to, or got other memory, while its values were not on this rank, so "
+    "the write is lost: write inside zero_optim.ddp.unsharded(module), which sends the values to the ranks "
+    "that own them. To convert or move a model, call its .to(), .half() or .cuda() before the first forward "
+    "pass"
 )
 _PINNED = (
-    "the parameters of {name} are whole for somebody to read or write: leave unsharded() before "
-    "they are stepped, averaged, saved or loaded"
+    "the parameters of {name} are inside unsharded(): leave it before a step, before averaged weights, and "
+    "before a save or load"
 )
 
 
@@ -89,9 +90,9 @@ class RowBucket(Uncopied, Bucket):
         dtype: torch.dtype | None = None,  # of the flat tensor and whole parameters
         storage: RowStorage | None = None,
     ) -> None:
-        super().__init__(params, layout, rank, label, as_views=False)
         # The parameters have the compute dtype already where another bucket held them.
-        self.dtype, row_dtype = self.dtype if dtype is None else dtype, kept_dtype(params[0])
+        super().__init__(params, layout, rank, label, dtype=dtype, as_views=False)
+        row_dtype = kept_dtype(params[0])
         self._storage = RowStorage() if storage is None else storage
         self._memory = UnitMemory(layout.numel, self.dtype, self.device)
         self._flat = self._memory.flat
@@ -102,7 +103,7 @@ class RowBucket(Uncopied, Bucket):
         self._flat_row = self._flat[self.span]
         self._memory.free()
         # A row that is all of it, in ordinary memory and in its dtype, is the flat tensor, which stays then.
-        is_all = (self.span.start, self.span.stop) == (0, layout.end_of_rows)
+        is_all = (self.span.start, self.span.stop) == (0, layout.numel)
         self._stays = is_all and not self._storage.on_host and self.dtype == row_dtype
         self.row = self._flat_row if self._stays else self._flat.new_empty(0, dtype=row_dtype)
         self._has_row = False  # it gets memory at its first use
@@ -273,7 +274,6 @@ class RowBucket(Uncopied, Bucket):
     def fill(self) -> Tensor:
         """Return the flat tensor with memory and this rank's row; RuntimeError if the user wrote to it."""
         self._check_untouched()
-        self.gathers.wait()  # of what stays: this stream will write a stamp there
         if not self._stays:
             self._memory.grow()
             with torch.no_grad():

@@ -107,9 +107,9 @@ class BuiltOptimizer:
             if reason is not None:
                 now = ", ".join(f"{key}={group.get(key)!r}" for key in changed)
                 raise ValueError(
-                    f"parameters of group {number} are cut, as the options allowed it when the optimizer was "
-                    f"built; expected options that still do, got {now}, which do not ({reason}). Build the "
-                    "optimizer with these options, or with cuts=False"
+                    f"several ranks own rows of parameters of group {number}, which the options allowed when "
+                    f"the optimizer was built; {now} does not allow it ({reason}). Build the optimizer with "
+                    "these options, or with cuts=False"
                 )
 
     def add_group(self, number: int, group: ParamGroup) -> None:

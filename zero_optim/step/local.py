@@ -90,7 +90,10 @@ class LocalOptimizer:
             built.check_saved()
         names = [built.spec.name for built in self._built if has_own_dict(built.optimizer)]
         if names and len(self._built) > 1:
-            raise TypeError(f"{names[0]} has a state_dict() of its own, and is one of several optimizers")
+            raise TypeError(
+                f"{names[0]} overrides state_dict(), so its state cannot be saved with that of other classes "
+                "in one optimizer: give it an optimizer of its own"
+            )
 
     def _check_saves(self) -> None:
         try:
@@ -214,7 +217,8 @@ class LocalOptimizer:
             if before[number]:
                 now = changeable(local)
                 changed += [key for key, was in before[number].items() if not are_close(was, now.get(key))]
-            self._written.update((number, str(key)) for key in changed)
+            for key in changed:
+                self._written.add((number, str(key)))
 
     def origins(self, options: Sequence[Mapping[str, Plain]]) -> tuple[list[OptionKey], set[OptionKey]]:
         """Return the options not set by the user that have the class's default, and those a class changed."""
@@ -338,9 +342,11 @@ def _fill_in(public: ParamGroup, local: ParamGroup) -> None:
 
 
 def _set_options(target: ParamGroup, source: ParamGroup) -> list[str]:
-    changed = [key for key in source if target.get(key, _ABSENT) is not source[key] and key not in PARAM_KEYS]
-    for key in changed:
-        target[key] = source[key]
+    changed = list[str]()
+    for key, value in source.items():
+        if target.get(key, _ABSENT) is not value and key not in PARAM_KEYS:
+            target[key] = value
+            changed.append(key)
     if not target.keys() <= source.keys():
         for key in target.keys() - source.keys() - PARAM_KEYS:
             del target[key]
