@@ -37,7 +37,6 @@ import zero_optim.ddp as ours
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm import row_sum
 from zero_optim.comm.backends import Transport
-from zero_optim.health.stamp import Arrival
 from zero_optim.hooks import zero_step
 from zero_optim.plan import cuts
 from zero_optim.state.options import GroupOptions
@@ -48,8 +47,8 @@ CAP_NBYTES = 2**25
 SIZES = (
     (cuts, "MIN_ROW_NBYTES"),
     (Transport, "row_nbytes"),
-    (row_sum, "LEAST_PART_NBYTES"),
     (row_sum, "_ADDED_AT_ONCE"),
+    (row_sum, "_BAGGED_AT_ONCE"),
 )
 
 CLIP: dict[str, Any] = {"max_norm": 1.0, "foreach": True}
@@ -191,9 +190,6 @@ def measure_all(model: str, world_size: int, divide: int, steps: int, names: lis
             patches.enter_context(patch.object(owner, size, max(1, getattr(owner, size) // divide**2)))
         never = patch.object(GroupOptions, "why_whole", lambda *args: [None] * len(args[-1]))
         patches.enter_context(never)
-        # Nobody answers the stamps in the rows of a gather.
-        read, same = Arrival.read_uniform, lambda self, wait: read(self, wait) or True
-        patches.enter_context(patch.object(Arrival, "read_uniform", same))
         wire = Wire()
         patches.enter_context(wire.instead())
         results = {}
