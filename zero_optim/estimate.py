@@ -11,12 +11,14 @@ Note [What is counted]
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from zero_optim.comm.backends import TRANSPORTS, Transport
 from zero_optim.ddp.full.choice import UnitChoice, Units, choose_units
 from zero_optim.plan.costs import numel_cost
 from zero_optim.plan.plan import Plan, make_plan
@@ -25,7 +27,6 @@ from zero_optim.probe.cut_rows import why_not_cut
 from zero_optim.probe.probe import probe
 from zero_optim.probe.step_bytes import StepBytes
 from zero_optim.probe.traits import refusal
-from zero_optim.shard.store import layouts_with_rooms
 
 STAGES = (0, 1, 2, 3)
 
@@ -95,10 +96,10 @@ def estimate(  # noqa: PLR0913 - keyword-only
     stepped = [_stepped(param, master_dtype) for param in params]
     tried = stepped if device == "cpu" else [torch.float32] * len(params)
     reasons = {kind: why_not_cut(optimizer_class, defaults, [{}], kind) for kind in {*tried}}
-    plan = _plan(params, unit_of, size, bucket_cap_mb, [reasons[kind] is None for kind in tried])
+    plan = _plan(params, unit_of, size, bucket_cap_mb, [reasons[kind] is None for kind in tried], device)
     ranks = [RankBytes() for _ in range(size)]
     _add_state(ranks, params, stepped, plan, StepBytes(optimizer_class, defaults, device))
-    _add_rows(ranks, params, plan, unit_of, are_whole=stage < 3)
+    _add_rows(ranks, params, plan, are_whole=stage < 3)
     trained = [param.nbytes for param in params if param.requires_grad]
     moving, views = max(trained, default=0), gradient_as_bucket_view
     if stage == 2:
@@ -129,30 +130,28 @@ def _stepped(param: Tensor, master: torch.dtype | None) -> torch.dtype:
 
 
 def _plan(
-    params: list[Parameter], unit_of: Mapping[Tensor, int], size: int, cap_mb: float, may_cut: list[bool]
+    params: list[Parameter],
+    unit_of: Mapping[Tensor, int],
+    size: int,
+    cap_mb: float,
+    may_cut: list[bool],
+    device: str,
 ) -> Plan:
     """Plan as ranks do that agree; a plan's very rows are not tried, which takes long."""
     costs, units = list(map(numel_cost, params)), [unit_of.get(param) for param in params]
-    known = [params], [costs], size, max(1, int(cap_mb * 2**20)), None
-    plan = make_plan(*known, [True] * len(params), units)
-    return make_plan(*known, may_cut, units) if plan.is_cut else plan
+    row_nbytes = TRANSPORTS.get("gloo" if device == "cpu" else "nccl", Transport).row_nbytes
+    plan_with = partial(make_plan, [params], [costs], [0.0] * size, max(1, int(cap_mb * 2**20)))
+    plan = plan_with([True] * len(params), units, row_nbytes=row_nbytes)
+    return plan_with(may_cut, units, row_nbytes=row_nbytes) if plan.is_cut else plan
 
 
-def _add_rows(
-    ranks: list[RankBytes],
-    params: list[Parameter],
-    plan: Plan,
-    unit_of: Mapping[Tensor, int],
-    *,
-    are_whole: bool,
-) -> None:
-    layouts = layouts_with_rooms(plan, params, len(ranks), unit_of, {}, set())
-    for bucket, layout in zip(plan.buckets, layouts, strict=True):
+def _add_rows(ranks: list[RankBytes], params: list[Parameter], plan: Plan, *, are_whole: bool) -> None:
+    for bucket in plan.buckets:
         itemsize = params[bucket.params[0]].itemsize
-        for row in () if are_whole else layout.rows:
+        for row in () if are_whole else bucket.layout.rows:
             ranks[row.owner].parameters += (row.stop - row.start) * itemsize
         for of in ranks if are_whole else ():
-            of.parameters += layout.numel * itemsize
+            of.parameters += bucket.layout.numel * itemsize
 
 
 def _add_state(
