@@ -168,9 +168,9 @@ class LocalOptimizer:
             built.check_cuts(groups, cut_rows, pieces)
 
     def step(
-        self, groups: list[ParamGroup], closure: Closure, chosen: set[int] | None, /, **kwargs: object
+        self, groups: list[ParamGroup], closure: Closure, chosen: set[Tensor] | None, /, **kwargs: object
     ) -> float | None:
-        """Step all leaves, or those with the chosen ids; returns the class's result."""
+        """Step all leaves, or the chosen ones; returns the class's result."""
         steps = [partial(built.step, chosen) for built in self._built]
         arguments = () if closure is None else (closure,)
         stepped: float | None = self.call(groups, steps, *arguments, **kwargs)

@@ -90,13 +90,16 @@ class OwnedState:
         """Step everything, or owned parameters that have one of the gradients; returns the class's result."""
         chosen = None
         if gradients is not None:
-            chosen = {id(self.leaves.leaf(param)) for param, grad in gradients.items() if grad is not None}
+            gradients = {param: grad for param, grad in gradients.items() if param in self.leaves.owned}
+            if not gradients:
+                return None
+            chosen = {self.leaves.leaf(param) for param, grad in gradients.items() if grad is not None}
         return self.run(partial(self.local.step, groups, closure, chosen, **kwargs), gradients)
 
     @torch.no_grad()
     def _own(self, gradients: Gradients) -> dict[Tensor, Tensor]:
-        known = {param: grad for param, grad in gradients.items() if param in self.leaves.owned}
-        own = {param: self.leaves.own_rows(param, grad) for param, grad in known.items() if grad is not None}
+        pairs = gradients.items()
+        own = {param: self.leaves.own_rows(param, grad) for param, grad in pairs if grad is not None}
         return own if self.local.spares_gradients else {param: rows.clone() for param, rows in own.items()}
 
     def add_group(self, group: ParamGroup, spec: OptimizerSpec, owned: Mapping[Tensor, Piece]) -> None:
