@@ -50,8 +50,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map features to features, each (samples, positions, width)."""
-        heads = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)  # samples, heads, positions, features
+        query, key, value = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.mix(mixed.transpose(1, 2).flatten(2))
         out: Tensor = x + self.down(F.relu(self.up(self.norm(x))).square())
         return out
