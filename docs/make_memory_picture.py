@@ -30,7 +30,7 @@ def owned(shapes: list[list[int]], is_cut: list[bool]) -> list[list[int]]:
     """Return the elements of each parameter that each rank owns."""
     params = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
     numels = [param.numel() for param in params]
-    plan = make_plan([params], [numels], WORLD_SIZE, BUCKET_NBYTES, bears_cuts=is_cut)
+    plan = make_plan([params], [numels], [0] * WORLD_SIZE, BUCKET_NBYTES, bears_cuts=is_cut)
     held = [[0] * len(params) for _ in range(WORLD_SIZE)]
     for index, pieces in enumerate(plan.pieces):
         of_row = numels[index] // pieces[-1].stop

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from pool import Ranks, on_ranks
 from training import make_params, params_of, set_grads, train_both, twin
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.comm.collectives import GATHER
 
 
 def count_collectives(optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -30,7 +31,7 @@ def count_collectives(optimizer: torch.optim.Optimizer) -> dict[str, int]:
         "broadcast",
         "all_reduce",
         "all_gather",
-        "all_gather_into_tensor",
+        GATHER,
         "send",
         "recv",
         "isend",
@@ -46,28 +47,28 @@ def count_collectives(optimizer: torch.optim.Optimizer) -> dict[str, int]:
 @on_ranks(2, 4)
 @pytest.mark.on_sockets("it counts what goes through the backend")
 @pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
-def test_a_step_broadcasts_once_for_each_bucket_and_owner(view: bool) -> None:
+def test_a_step_broadcasts_once_for_each_bucket_and_owner_and_gathers_a_header(view: bool) -> None:
     size = dist.get_world_size()
     params = [*make_params(((20, 30),) * 20), *make_params(((20, 30),) * 12, torch.bfloat16)]
     set_grads(params, 0)
     one = ZeroRedundancyOptimizer(params, torch.optim.AdamW, parameters_as_bucket_view=view)
-    assert count_collectives(one) == {"broadcast": 2 * size}  # a bucket for each dtype
+    assert count_collectives(one) == {"broadcast": 2 * size, GATHER: 1}  # a bucket for each dtype
     small = ZeroRedundancyOptimizer(
         twin(params), torch.optim.AdamW, parameters_as_bucket_view=view, bucket_cap_mb=10 * 600 * 4 / 2**20
     )
     set_grads(params_of(small), 0)
     # 20 fp32 parameters, ten a bucket; 12 bf16 ones fit in one. Every rank owns some of each.
-    assert count_collectives(small) == {"broadcast": 3 * size}
+    assert count_collectives(small) == {"broadcast": 3 * size, GATHER: 1}
     frozen = [*twin(params)]
     for p in frozen[:20]:
         p.requires_grad_(False)
     half = ZeroRedundancyOptimizer(frozen, torch.optim.AdamW, parameters_as_bucket_view=view)
     set_grads(frozen, 0)
-    assert count_collectives(half) == {"broadcast": size}
+    assert count_collectives(half) == {"broadcast": size, GATHER: 1}
     for p in frozen:
         p.requires_grad_(True)
-    assert count_collectives(half) == {"broadcast": 2 * size, "all_gather": 1}  # the ranks agree, once
-    assert count_collectives(half) == {"broadcast": 2 * size}
+    assert count_collectives(half) == {"broadcast": 2 * size, GATHER: 2}  # the ranks agree, once
+    assert count_collectives(half) == {"broadcast": 2 * size, GATHER: 1}
 
 
 def measured_state() -> tuple[int, int, int]:

@@ -107,7 +107,7 @@ def test_an_option_set_later_that_forbids_cuts_raises_on_every_rank() -> None:
     for optimizer in (plain, sharded):
         optimizer.param_groups[0]["trust"] = True
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"group 0 are cut.*got trust=True.*NormedBy: cut.*cuts=False"):
+        with pytest.raises(ValueError, match=r"of group 0.*trust=True.*NormedBy: cut.*cuts=False"):
             sharded.step()
         assert_same_bits(params_of(sharded), before)
     for optimizer in (plain, sharded):
@@ -120,7 +120,7 @@ def test_a_state_dict_whose_options_forbid_cuts_changes_nothing() -> None:
     params = make_params(SHAPES)
     plain = NormedBy(params, trust=True)
     sharded = built(twin(params), NormedBy, lr=0.5)
-    with pytest.raises(ValueError, match=r"got trust=True.*Build the optimizer with these options"):
+    with pytest.raises(ValueError, match=r"trust=True.*Build the optimizer with these options"):
         sharded.load_state_dict(plain.state_dict())
     assert sharded.param_groups[0]["trust"] is False
     assert sharded.param_groups[0]["lr"] == 0.5

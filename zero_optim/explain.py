@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from zero_optim.comm.agreement import check_flags, failing_together
-from zero_optim.plan.cuts import MIN_ROW_NBYTES, TOLERANCE
+from zero_optim.plan.cuts import MIN_ROW_NBYTES, TOLERANCE, row_nbytes
 from zero_optim.plan.groups import param_names
 from zero_optim.plan.pieces import numel_of
 from zero_optim.probe.traits import Traits
@@ -97,10 +97,14 @@ def _holding(core: Core) -> RankHolding:
 def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
     """Yield each bucket's line, why it is uneven or "", and its number of broadcasts in a step."""
     reasons = core.sharding.whole_because | dict.fromkeys(core.inputs.kept_whole, KEPT_WHOLE)
+    nbytes = sum(bucket.nbytes for bucket in core.engine.buckets)
     for bucket, moves in zip(core.engine.buckets, core.engine.active(), strict=True):
         (param, *_), layout, active = bucket.params, bucket.layout, moves or core.owned.local.moves_frozen
         rows = {row.owner: row.stop - row.start for row in layout.rows if row.stop > row.start}
-        mean, fullest = layout.end_of_rows / core.group.size, max(rows.values(), default=0)
+        most = core.group.transport(param.device).row_nbytes
+        num_owners = -(-layout.numel * param.itemsize // row_nbytes(nbytes, core.group.size, most))
+        mean = layout.numel / max(1, min(core.group.size, num_owners))
+        fullest = max(rows.values(), default=0)
         kind, size = str(param.dtype).removeprefix("torch."), layout.numel * param.itemsize / _MIB
         text = f"{len(bucket.params)} {kind} on {param.device}, {size:.2f} MiB, owners {[*rows]}"
         uneven, least = "", max(MIN_ROW_NBYTES / param.itemsize, TOLERANCE * mean)
@@ -108,7 +112,7 @@ def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
             why = "; ".join(dict.fromkeys(reasons[each] for each in bucket.params if each in reasons))
             why = why or "it has no rows that could be shared out evenly"
             uneven = f"not cut: {text}; the fullest rank sends {fullest / mean:.1f} x the mean ({why})"
-        yield f"bucket: {text}{'' if active else ', frozen'}", uneven, len(layout.spans()) * active
+        yield f"bucket: {text}{'' if active else ', frozen'}", uneven, len(rows) * active
 
 
 def _traits_text(name: str, traits: Traits | None) -> str:

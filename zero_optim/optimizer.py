@@ -161,6 +161,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.iteration.overlap()
 
     def _begin(self, core: Core) -> None:
+        register_with_pytorch(ZeroRedundancyOptimizer)
         super().__setstate__({})  # makes the hooks, without reading groups again
         self.core, self.iteration = core, Iteration(core)
 
@@ -522,9 +523,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Do nothing: ours is ready when it is built."""
 
     _sync_param_groups = staticmethod(views.sync_options)
-
-
-register_with_pytorch(ZeroRedundancyOptimizer)
 
 
 def require_ours(optimizer: object) -> None:

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.autograd import in_backward
@@ -156,11 +156,15 @@ class UnitsInUse(ModuleCalls, Uncopied):
         unit, still = self.unit_of[call.module], False
         self._reads.end(call)
         if not self._num_users(unit):
-            if any(map(unit.shares_memory, tensors_in(output))):
+            tensors = tensors_in(output)
+            if any(map(unit.shares_memory, tensors)):
                 output = replaced(output, lambda each: each.clone() if unit.shares_memory(each) else each)
-                still = any(map(unit.shares_memory, tensors_in(output)))
+                tensors = tensors_in(output)
+                still = any(map(unit.shares_memory, tensors))
             if not in_backward():  # else activations are computed again
-                self._leave(unit, None if raised else output, (self.under_way or [call])[0])
+                self._leave(
+                    unit, None if raised or output is None else tensors, (self.under_way or [call])[0]
+                )
         if still and not raised:
             raise RuntimeError(
                 f"{unit.name} returned a view of a parameter in a {type(output).__name__}, where no copy can "
@@ -170,10 +174,10 @@ class UnitsInUse(ModuleCalls, Uncopied):
             self._after(output)
         return output
 
-    def _leave(self, unit: Unit, output: object, outermost: Call) -> None:
+    def _leave(self, unit: Unit, tensors: list[Tensor] | None, outermost: Call) -> None:
         order, stays = self._forward[self.unit_of[outermost.module]], False
-        if torch.is_grad_enabled() and output is not None:
-            stays = self._watch(unit, output, order)
+        if torch.is_grad_enabled() and tensors is not None:
+            stays = self._watch(unit, tensors, order)
         if not stays:
             self._at(Moment.AFTER_FORWARD, unit.buckets, Purpose.TRAINING)
         if not self.under_way:
@@ -194,9 +198,8 @@ class UnitsInUse(ModuleCalls, Uncopied):
             unit.passages[passage] = passage.num_inputs
         return passage
 
-    def _watch(self, unit: Unit, output: object, order: UnitOrder) -> bool:
+    def _watch(self, unit: Unit, tensors: list[Tensor], order: UnitOrder) -> bool:
         """Make a unit whole before the backward pass comes to it; return whether it stays until then."""
-        tensors = tensors_in(output)
         reached, place, passage = weakly(self._output_reached), self.clock, unit.passage
         for tensor in tensors:
             if tensor.grad_fn is not None:

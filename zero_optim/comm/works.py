@@ -23,6 +23,7 @@ from zero_optim.compat.streams import is_capturing, recorded_event
 from zero_optim.errors import ZeroOptimError
 from zero_optim.flow.pending import AfterEvent, Waitable
 
+_BEFORE_PYTORCH = 0.9
 # How a work is named in messages, by its phase.
 _NOUNS = {
     "gather": "the gather",
@@ -59,8 +60,9 @@ class Work:
 
     @property
     def timeout(self) -> float:
-        """Return its limit."""
-        return self.group.limit if self.phase.timeout is None else self.phase.timeout
+        """Return its limit; on a device less than the group's, at which PyTorch may end the process."""
+        limit = self.group.limit if self.phase.timeout is None else self.phase.timeout
+        return limit if self.late_on is None else min(limit, _BEFORE_PYTORCH * self.group.limit)
 
     @property
     def text(self) -> str:

@@ -15,6 +15,7 @@ from abc import ABCMeta
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -230,6 +231,7 @@ def coalesced(group: dist.ProcessGroup, device: torch.device) -> Iterator[list[d
         works.append(work)
 
 
+@cache  # once a process, and not on import: PyTorch's package brings its functional optimizers and sympy
 def register_with_pytorch(kind: type) -> None:
     """Register a class as PyTorch's ``ZeroRedundancyOptimizer``, for ``isinstance`` in public code."""
     with warnings.catch_warnings():

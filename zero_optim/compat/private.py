@@ -100,13 +100,8 @@ INHERITED: dict[str, tuple[str, ...]] = {
         f"{_DDP}.DistributedDataParallel.{name}"
         for name in (
             "_check_sync_bufs_post_fwd",
-            "_clear_grad_buffer",
             "_comm_hooks",
             "_ddp_init_helper",
-            "_delay_all_reduce_all_params",
-            "_delay_all_reduce_params",
-            "_delay_grad_buffer",
-            "_delayed_all_reduce_hook",
             "_match_all_reduce_for_bwd_pass",
             "_match_unused_params_allreduce",
             "_module_parameters",

@@ -4,8 +4,9 @@ It lives as long as an optimizer or DDP of several ranks. See Note [Waits that e
 
 Note [Watching NCCL]
     With NCCL the CPU does not wait, and a stream cannot raise. So the watchdog queries one work of each
-    group. If it is late, or ranks have ended, each rank logs the verdict, aborts its communicators, and
-    raises from the next work and in `RankGroup.read`; elsewhere a CPU that waits for the device goes on.
+    group. It is late before the group's timeout, at which PyTorch ends the process. If it is late, or ranks
+    have ended, each rank logs the verdict, aborts its communicators, and raises from the next work and in
+    `RankGroup.read`; elsewhere a CPU that waits for the device goes on.
 
 Note [Time asleep]
     A process may stand still for hours (SIGSTOP, a paused virtual machine), and all waits look long. If the
@@ -29,7 +30,8 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.work_log import GroupWorks, WorkLog, explain_nothing, log_of
 from zero_optim.comm.works import Work
 from zero_optim.compat.streams import asking
-from zero_optim.health.peers import ANSWER_LIMIT, Directory, Listener
+from zero_optim.health.directory import Directory
+from zero_optim.health.peers import ANSWER_LIMIT, Listener
 from zero_optim.health.verdicts import Verdicts
 
 PUNCTUAL = 1.0  # seconds by which a look may be late and still counts in full
@@ -38,7 +40,6 @@ OnStall = Literal["raise", "exit"]
 
 _LONGEST_LOOK = 1.0  # seconds between two looks at the waits
 _LONGEST_END = 3.0  # seconds that the end of the process waits for the thread
-_GROUP_FOR_ALL = 1024  # up to this number of ranks each one learns all addresses when it is built
 
 
 def check_patience(timeout: object, on_stall: object = "raise") -> None:
@@ -90,10 +91,10 @@ class _User:
 
 
 def learn_addresses(group: RankGroup) -> None:
-    """Read all watchdogs' addresses from the store, once; all exist."""
+    """Read watchdogs' addresses from the store, once; all exist."""
     world = dist.group.WORLD
     watchdog = None if world is None else _WATCHDOGS.get(world)
-    if watchdog is not None and 1 < group.size <= _GROUP_FOR_ALL:
+    if watchdog is not None and group.size > 1:
         watchdog.directory.learn(group.works.ranks)
 
 

@@ -90,9 +90,9 @@ class RowBucket(Uncopied, Bucket):
         dtype: torch.dtype | None = None,  # of the flat tensor and whole parameters
         storage: RowStorage | None = None,
     ) -> None:
-        super().__init__(params, layout, rank, label, as_views=False)
         # The parameters have the compute dtype already where another bucket held them.
-        self.dtype, row_dtype = self.dtype if dtype is None else dtype, kept_dtype(params[0])
+        super().__init__(params, layout, rank, label, dtype=dtype, as_views=False)
+        row_dtype = kept_dtype(params[0])
         self._storage = RowStorage() if storage is None else storage
         self._memory = UnitMemory(layout.numel, self.dtype, self.device)
         self._flat = self._memory.flat
@@ -103,7 +103,7 @@ class RowBucket(Uncopied, Bucket):
         self._flat_row = self._flat[self.span]
         self._memory.free()
         # A row that is all of it, in ordinary memory and in its dtype, is the flat tensor, which stays then.
-        is_all = (self.span.start, self.span.stop) == (0, layout.end_of_rows)
+        is_all = (self.span.start, self.span.stop) == (0, layout.numel)
         self._stays = is_all and not self._storage.on_host and self.dtype == row_dtype
         self.row = self._flat_row if self._stays else self._flat.new_empty(0, dtype=row_dtype)
         self._has_row = False  # it gets memory at its first use
@@ -274,7 +274,6 @@ class RowBucket(Uncopied, Bucket):
     def fill(self) -> Tensor:
         """Return the flat tensor with memory and this rank's row; RuntimeError if the user wrote to it."""
         self._check_untouched()
-        self.gathers.wait()  # of what stays: this stream will write a stamp there
         if not self._stays:
             self._memory.grow()
             with torch.no_grad():

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from zero_optim.comm.agreement import agreeing, combine_answers, failing_together
+from zero_optim.comm.backends import devices_of
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.costs import Cost
 from zero_optim.plan.groups import (
@@ -95,10 +96,12 @@ class Sharding:
             every = params_of(new)
             numbers = [store.params.get(param) for param in every]
             used = [store.compute_dtypes.get(param, param.dtype) for param in every]
+            transports = map(self._group.transport, devices_of(every))
+            row_nbytes = min((transport.row_nbytes for transport in transports), default=1)
 
             def planned(may_cut: Sequence[bool] | None) -> Plan:
-                known = len(self.loads), self.cap_nbytes, self.loads
-                return make_plan(by_group, spent, *known, may_cut, numbers, used)
+                known = self.loads, self.cap_nbytes, may_cut, numbers, used
+                return make_plan(by_group, spent, *known, row_nbytes)
 
             plan = planned(None if why_whole is None else [True] * len(every))
             if why_whole is not None and plan.is_cut:
@@ -106,7 +109,7 @@ class Sharding:
             alike = Alike.among(new, store.params.keys())
             # Owners come last: they differ if anything else does, and only the first difference is reported.
             items = [*describe_params(new), *describe_options(new), *about]
-            items.append(f"buckets of {self.cap_nbytes} bytes")
+            items.append(f"buckets of {self.cap_nbytes} bytes, rows of {row_nbytes}")
             items += [f"units of the parameters: {numbers}, used as {used}"] if store.params else []
             items += describe_owners(new, plan) + (describe_costs(new, plan) if reasons else [])
             agreed.items, agreed.beside = items, alike.values

@@ -217,7 +217,8 @@ class LocalOptimizer:
             if before[number]:
                 now = changeable(local)
                 changed += [key for key, was in before[number].items() if not are_close(was, now.get(key))]
-            self._written.update((number, str(key)) for key in changed)
+            for key in changed:
+                self._written.add((number, str(key)))
 
     def origins(self, options: Sequence[Mapping[str, Plain]]) -> tuple[list[OptionKey], set[OptionKey]]:
         """Return the options not set by the user that have the class's default, and those a class changed."""
@@ -341,9 +342,11 @@ def _fill_in(public: ParamGroup, local: ParamGroup) -> None:
 
 
 def _set_options(target: ParamGroup, source: ParamGroup) -> list[str]:
-    changed = [key for key in source if target.get(key, _ABSENT) is not source[key] and key not in PARAM_KEYS]
-    for key in changed:
-        target[key] = source[key]
+    changed = list[str]()
+    for key, value in source.items():
+        if target.get(key, _ABSENT) is not value and key not in PARAM_KEYS:
+            target[key] = value
+            changed.append(key)
     if not target.keys() <= source.keys():
         for key in target.keys() - source.keys() - PARAM_KEYS:
             del target[key]

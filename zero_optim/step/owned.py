@@ -1,6 +1,7 @@
 """The parameters that one rank owns, their optimizers, masters and averages."""
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -78,7 +79,7 @@ class OwnedState:
         """Run ``work`` on the leaves, or those with ``gradients``; write them back, even if it raises."""
         own = None if gradients is None else self._own(gradients)
         make_plain(self.leaves.owned if own is None else own)
-        with self.leaves.in_use(own):
+        with self.leaves.in_use(own) if self.leaves.separate or own is not None else nullcontext():
             result = work()
         self.average.update(gradients)  # also of parameters without a gradient
         return result
