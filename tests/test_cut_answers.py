@@ -107,7 +107,9 @@ def test_an_option_set_later_that_forbids_cuts_raises_on_every_rank() -> None:
     for optimizer in (plain, sharded):
         optimizer.param_groups[0]["trust"] = True
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"rows of parameters of group 0.*trust=True.*NormedBy: cut.*cuts=False"):
+        with pytest.raises(
+            ValueError, match=r"rows of parameters of group 0.*trust=True.*NormedBy: cut.*cuts=False"
+        ):
             sharded.step()
         assert_same_bits(params_of(sharded), before)
     for optimizer in (plain, sharded):
