@@ -75,6 +75,7 @@ class ShardedDataParallel(ShardedModule, DistributedDataParallel):
         RankMismatchError: on every rank: models or arguments differ; or the optimizers of two replicas.
     """
 
+    _STAGE = 2
     _WITHOUT_JOIN = NO_JOIN
 
     def __init__(
