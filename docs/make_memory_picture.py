@@ -64,7 +64,7 @@ def draw(path: Path) -> None:
     from matplotlib.figure import Figure  # without pyplot it needs no display
 
     found = figures()
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    figure = Figure(figsize=(7.6, 3.6), layout="constrained")
     axes = figure.subplots(1, len(found), sharey=True)
     for axis, (title, stages) in zip(axes, found.items(), strict=True):
         bottoms = [0.0] * len(stages)
@@ -73,16 +73,16 @@ def draw(path: Path) -> None:
             axis.bar(list(stages), heights, 0.7, bottoms, label=part, color=colour)
             bottoms = [low + high for low, high in zip(bottoms, heights, strict=True)]
         for place, total in enumerate(bottoms):
-            axis.text(place, total + 1.5, f"{total:.0f} GB", ha="center")
+            axis.text(place, total + 1.5, f"{total:.0f}", ha="center", fontsize=13, fontweight="bold")
         axis.axhline(80, color="grey", linestyle=":", linewidth=1)
-        axis.text(3.4, 81.5, "a GPU of 80 GB", ha="right", color="grey", fontsize=9)
-        axis.set_title(title, fontsize=11)
-        axis.set_ylim(0, 118)
+        axis.text(3.4, 81.5, "a GPU of 80 GB", ha="right", color="dimgrey")
+        axis.set_title(title, fontsize=12)
+        axis.set_ylim(0, 120)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("GB on a rank of 8")
+    axes[0].set_ylabel("GB on each of 8 ranks", fontsize=11)
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)
-    figure.savefig(path, dpi=130)
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(PARTS), frameon=False, fontsize=11)
+    figure.savefig(path, dpi=160)
 
 
 if __name__ == "__main__":

@@ -27,10 +27,11 @@ from zero_optim.probe.traits import Traits  # noqa: E402
 TARGET = ROOT / "docs" / "optimizers.md"
 HEAD = f"""# Every optimizer class
 
-Whether a class can be sharded, and which classes were tried. For another class, build it, on all ranks:
+Which classes were tried, and whether they can be sharded. To try one that is not here, build it on all
+ranks:
 
 ```python
-optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adafactor, lr=0.01)  # or raises why
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adafactor)  # raises if refused
 optimizer.explain()  # shows what trials of the class found
 ```
 

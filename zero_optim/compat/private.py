@@ -68,6 +68,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "broadcasting buffers": ("torch.distributed._broadcast_coalesced",),
     "models on the meta device": ("torch.autograd._unsafe_preserve_version_counter",),
     "rebind() of a wrapper": (f"{_DDP}._sync_module_states",),
+    "zero-optim estimate": ("torch.utils._python_dispatch.TorchDispatchMode",),
     "zero-optim convert --to dcp": ("torch.distributed.checkpoint.filesystem._StorageInfo",),
 }
 OPTIONAL = (  # the library does without them
@@ -100,13 +101,8 @@ INHERITED: dict[str, tuple[str, ...]] = {
         f"{_DDP}.DistributedDataParallel.{name}"
         for name in (
             "_check_sync_bufs_post_fwd",
-            "_clear_grad_buffer",
             "_comm_hooks",
             "_ddp_init_helper",
-            "_delay_all_reduce_all_params",
-            "_delay_all_reduce_params",
-            "_delay_grad_buffer",
-            "_delayed_all_reduce_hook",
             "_match_all_reduce_for_bwd_pass",
             "_match_unused_params_allreduce",
             "_module_parameters",

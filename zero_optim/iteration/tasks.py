@@ -31,7 +31,7 @@ class StepTask(Gathering, Generic[T]):
         super().__init__(core.engine)
         self._core, self._name = core, name
         self._work, self._after_work = work, after_work  # the latter also after an error
-        self._changed: frozenset[Bucket] = frozenset()
+        self._changed: Sequence[Bucket] = ()
 
     def step(self, buckets: Sequence[Bucket]) -> None:
         """Prepare, change what this rank owns, and let the gathers tell how it went."""
@@ -46,25 +46,28 @@ class StepTask(Gathering, Generic[T]):
                     self._after_work()
         except BaseException as error:  # noqa: BLE001 - raised after the gather, for which others wait
             self.failure = error
-        moves_frozen, active = core.owned.local.moves_frozen, engine.agree_on_active(core.groups)
-        self._changed = frozenset(engine.buckets if moves_frozen else compress(engine.buckets, active))
-        for bucket in buckets:
-            bucket.stepped(changed=bucket in self._changed)
         call = core.call(self._name, self.failure)
-        engine.begin_call(core.groups, call)
-        gathers_tell = any(Operation.GATHER in bucket.schedule[Moment.STEP] for bucket in self._changed)
-        core.ranks.works.note_failure("" if gathers_tell else call.failure_text)
+        active = engine.begin_step(core.groups, call)
+        is_all = all(active) or core.owned.local.moves_frozen
+        self._changed = engine.buckets if is_all else list(compress(engine.buckets, active))
+        for bucket in buckets:
+            bucket.stepped(changed=is_all or bucket in self._changed)
+        if self.failure is not None and not any(
+            Operation.GATHER in bucket.schedule[Moment.STEP] for bucket in self._changed
+        ):
+            core.ranks.works.note_failure(call.failure_text)
         self._tells = True
 
     def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
         """Leave out buckets that never trained; one must start to train on all ranks."""
-        return super().to_gather([bucket for bucket in buckets if bucket in self._changed])
+        changed = self._changed
+        return super().to_gather(buckets if changed == buckets else [b for b in buckets if b in changed])
 
     def end(self) -> None:
         """Raise what other ranks have failed with, or if options differ."""
         core, engine = self._core, self._core.engine
         call = core.call(self._name, self.failure)
-        engine.compare_calls(core.group.during("agree"), call, with_last=not engine.is_lazy)
+        engine.compare_calls(core.ranks, call, with_last=not engine.is_lazy)
 
 
 class PartTask(Task):

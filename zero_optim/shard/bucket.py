@@ -123,23 +123,26 @@ class Bucket:
         rank: int,
         label: str = "",
         *,
+        dtype: torch.dtype | None = None,  # of the flat tensor; None for that of the parameters
         as_views: bool = True,  # moves the parameters into the flat tensor if they can be; ranks may differ
         shared: Collection[int] = (),  # ids of those that stay where they are
     ) -> None:
         self.params = params
-        self.layout, self._numel = layout, layout.numel
+        self.layout = layout
         self.rank = rank
         self.label = label  # names it in messages
         self.forms = list(map(Form.of, params))
-        self.device, self.dtype = self.forms[0].device, self.forms[0].dtype  # of the flat tensor
+        self.device, self.dtype = self.forms[0].device, dtype or self.forms[0].dtype
+        self.nbytes = layout.numel * self.dtype.itemsize  # of the flat tensor with padding
         pieces = layout.pieces([form.size for form in self.forms])
         parts = [(index, piece) for index, of_param in enumerate(pieces) for piece in of_param]
         self.own = [part for part in parts if part[1].owner == rank]
         self._others = [part for part in parts if part[1].owner != rank]
         self._received = [params[index] for index in dict.fromkeys(index for index, _ in self._others)]
         stay = {index for index, param in enumerate(params) if id(param) in shared}
-        is_flat = as_views and can_be_views(params)
-        self._in_flat = InFlat(params, self.forms, layout, stay) if is_flat else None
+        self.is_in_place = as_views and can_be_views(params)  # the parameters lie in the flat tensor
+        self._in_flat = InFlat(params, self.forms, layout, stay) if self.is_in_place else None
+        self.nbytes_to_gather = 0 if self.is_in_place else self.nbytes  # while one is pending
         self._lasting: Tensor | None = None  # a flat tensor, with its rows
         if self._in_flat is not None:
             self._keep(self._in_flat.flat)
@@ -157,24 +160,9 @@ class Bucket:
         self.schedule = recipe
 
     @property
-    def is_in_place(self) -> bool:
-        """Whether the parameters lie in the flat tensor."""
-        return self._in_flat is not None
-
-    @property
     def is_active(self) -> bool:
         """Whether a parameter trains or has a gradient."""
         return any(p.requires_grad or p.grad is not None for p in self.params)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the flat tensor with padding."""
-        return self._numel * self.dtype.itemsize
-
-    @property
-    def nbytes_to_gather(self) -> int:
-        """Extra bytes of a pending gather."""
-        return self.nbytes if self._in_flat is None else 0
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """View the parameters in a flat tensor of any dtype."""
