@@ -28,7 +28,7 @@ WORKLOADS: dict[str, tuple[str, int, int, int]] = {  # class, matrices, their si
 def sharded(count: int, size: int) -> list[Any]:
     """Make matrices with gradients that FSDP2 has sharded."""
     torch.manual_seed(0)
-    model = nn.ModuleList([nn.Linear(size, size, bias=False) for _ in range(count)])
+    model = nn.Sequential(*[nn.Linear(size, size, bias=False) for _ in range(count)])
     fully_shard(model)
     params: list[Any] = list(model.parameters())
     for param in params:

@@ -24,6 +24,7 @@ from zero_optim.plan.plan import Plan, make_plan
 
 CAP_NBYTES = 32 * 2**20
 ELEMENT_NBYTES = 4
+ROW_NBYTES = 2**20
 ALIGNMENT = 16  # elements: 64 bytes
 PARTS = ["owners", "buckets", "layouts", "plan (sum)", "make_plan"]
 TARGET_SECONDS = 1.0
@@ -54,12 +55,14 @@ def time_parts(
     start = clock()
     (owners,) = assign_owners([numels], num_ranks)
     owned = clock()
-    buckets = assign_buckets([0] * len(numels), [n * ELEMENT_NBYTES for n in numels], CAP_NBYTES)
+    buckets = assign_buckets(
+        [0] * len(numels), [n * ELEMENT_NBYTES for n in numels], CAP_NBYTES, overflow=True
+    )
     bucketed = clock()
     for bucket in buckets:
         whole([numels[i] for i in bucket], [owners[i] for i in bucket], ALIGNMENT)
     laid_out = clock()
-    make_plan([params], [numels], num_ranks, CAP_NBYTES)
+    make_plan([params], [numels], [0] * num_ranks, CAP_NBYTES)
     planned = clock()
     parts = [owned - start, bucketed - owned, laid_out - bucketed, laid_out - start, planned - laid_out]
     return dict(zip(PARTS, parts, strict=True))
@@ -83,12 +86,15 @@ def balance(numels: Sequence[int], num_ranks: int) -> tuple[float, float]:
 def time_even(numels: Sequence[int], num_ranks: int) -> dict[str, float]:
     """Time a plan that is even in every bucket, from plain numbers, in CPU seconds. All may be cut."""
     start = time.process_time()
-    buckets = assign_buckets([0] * len(numels), [n * ELEMENT_NBYTES for n in numels], CAP_NBYTES)
+    buckets = assign_buckets(
+        [0] * len(numels), [n * ELEMENT_NBYTES for n in numels], CAP_NBYTES, overflow=True
+    )
     bucketed = time.process_time()
     steps = [ALIGNMENT] * len(numels)
     costs, alignments = numels, [ALIGNMENT] * len(buckets)
-    nbytes = [ELEMENT_NBYTES] * len(numels)
-    planned = Planned(numels, nbytes, costs, steps, [range(len(numels))], buckets, alignments)
+    nbytes, trains = [ELEMENT_NBYTES] * len(numels), [True] * len(buckets)
+    groups = [range(len(numels))]
+    planned = Planned(numels, nbytes, costs, steps, groups, buckets, alignments, trains, ROW_NBYTES)
     layouts = choose_rows(planned, [0] * num_ranks)
     end = time.process_time()
     loads = [0] * num_ranks
@@ -153,7 +159,7 @@ def compare_models() -> tuple[dict[str, Any], list[list[str]]]:
             found: dict[str, Any] = {}
             for way, bears in WAYS.items():
                 flags = None if bears is None else [bears] * len(params)
-                plan = make_plan([params], costs, num_ranks, CAP_NBYTES, bears_cuts=flags)
+                plan = make_plan([params], costs, [0] * num_ranks, CAP_NBYTES, bears_cuts=flags)
                 found[way] = evenness(plan, num_ranks)
                 found[way]["rows"] = sum(len(bucket.layout.rows) for bucket in plan.buckets)
             results[f"{name}, W={num_ranks}"] = found

@@ -6,6 +6,7 @@ Inputs stay the caller's, so they are not summed in place. With NCCL it sends on
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside
 from zero_optim.comm.row_sum import start_row_sum
+from zero_optim.comm.slices import Slices
 from zero_optim.compat.streams import (
     Event,
     Stream,
@@ -43,12 +45,12 @@ class _Bucket:
     # The last event of each stream on which a call came.
     ready: dict[Stream | None, Event | None] = field(default_factory=dict)
 
-    def packed(self, device: torch.device) -> list[Tensor]:
+    def packed(self, device: torch.device) -> Tensor:
         for event in self.ready.values():
             wait_for_event(device, event)
-        packed = [row[0].contiguous() if len(row) == 1 else torch.cat(row) for row in self.rows]
-        for row in self.rows:
-            record_use(*row)  # perhaps made on other streams, and dropped before this one is here
+        chunks = list(chain.from_iterable(self.rows))
+        packed = torch.cat(chunks)
+        record_use(*chunks)  # perhaps made on other streams, and dropped before this one is here
         return packed
 
 
@@ -145,6 +147,8 @@ class ReduceScatterBucketer:
         group, _, device = kind
         ranks, lease = self._ranks_for(group, device)
 
+        rows = Slices(ranks.rank, tuple(sum(chunk.numel() for chunk in row) for row in bucket.rows))
+
         def answer(totals: Sequence[Tensor]) -> None:
             parts = torch.split(totals[0], [shape.numel() for shape, _ in bucket.calls])
             for (shape, callback), part in zip(bucket.calls, parts, strict=True):
@@ -154,7 +158,7 @@ class ReduceScatterBucketer:
         def begin() -> Pending[None]:
             packed = bucket.packed(device)
             bucket.rows = []
-            return Pending([start_row_sum(ranks, lease.groups, packed)], answer)
+            return Pending([start_row_sum(ranks, lease.groups, packed, rows)], answer)
 
         self._sent.start(begin)
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat import private
-from zero_optim.compat.autograd import after_backward, eager
+from zero_optim.compat.autograd import eager
 from zero_optim.ddp.rebindable import RebindableWrapper
 from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.inbox import weakly
@@ -57,12 +57,10 @@ class DistributedDataParallel(RebindableWrapper):
     a second forward pass before the backward pass overwrites what the first has saved of them.
 
     Raises:
-        TypeError: on every rank: ``mixed_precision`` is given, for which ``torch.autocast`` serves.
+        TypeError: on every rank: ``mixed_precision`` is given, for which ``torch.autocast`` serves, or
+            ``delay_all_reduce_named_params``, for which PyTorch's own class does.
         RankMismatchError: on every rank: models differ.
     """
-
-    # PyTorch's constructor leaves this out where it delays the reduction of all parameters, and needs it.
-    _lazy_init_ran = True
 
     @wraps(TorchDistributedDataParallel.__init__)  # type: ignore[misc]
     def __init__(
@@ -142,12 +140,6 @@ class DistributedDataParallel(RebindableWrapper):
         return was_expected and syncs
 
     def _own(self) -> Reducer:
-        """Return our reducer; RuntimeError where every parameter is delayed, so that there is none."""
-        if self._delay_all_reduce_all_params:
-            raise RuntimeError(
-                "delay_all_reduce_named_params holds every parameter, so there are no buckets: comm hooks "
-                "and statistics need at least one that is not delayed"
-            )
         own: Reducer = self.reducer.own
         return own
 
@@ -177,29 +169,14 @@ class DistributedDataParallel(RebindableWrapper):
     def _post_forward(self, output: object) -> object:
         """Prepare for the backward pass; what PyTorch's does, without wrapping the outputs."""
         trains, syncs = torch.is_grad_enabled(), self.require_backward_grad_sync
-        if self._delay_all_reduce_all_params:
-            if self._is_detached and trains and syncs:
-                self.reducer.expect()  # raises
-        else:
-            if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
-                self._sync_buffers()  # type: ignore[no-untyped-call]
-            self.require_forward_param_sync = trains and syncs
-            if trains and not syncs and self._join_config.enable:
-                refuse_no_sync(set(self._module_parameters))
-            if trains:
-                self._own().end_forward(output, syncs=syncs)
-        self._clear_grad_buffer()  # type: ignore[no-untyped-call]
+        if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
+            self._sync_buffers()  # type: ignore[no-untyped-call]
+        self.require_forward_param_sync = trains and syncs
+        if trains and not syncs and self._join_config.enable:
+            refuse_no_sync(set(self._module_parameters))
+        if trains:
+            self._own().end_forward(output, syncs=syncs)
         return output
-
-    def _delayed_all_reduce_hook(self, grad: Tensor) -> Tensor:
-        """Average the gradients that were delayed; PyTorch's does not wait for the result."""
-        buffer: Tensor | None = self._delay_grad_buffer
-        if buffer is None:  # the wrapper is detached, and PyTorch keeps no handle to remove this hook
-            return grad
-        buffer.div_(dist.get_world_size(self.process_group))
-        group = RankGroup.of(self.process_group, buffer).within(self._timeout)
-        after_backward(group.during("reduce").start_sum(buffer, "delayed gradients").wait)
-        return grad
 
     # ------------------------------------------------------------------ hooks and refusals
 
@@ -254,8 +231,7 @@ class DistributedDataParallel(RebindableWrapper):
         On a CPU ``backward()`` has raised by itself. On a GPU call this after the last pass, or before you
         write a checkpoint. Waits for the device.
         """
-        if not self._delay_all_reduce_all_params:
-            self._own().check_finished()
+        self._own().check_finished()
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         self._own().shadow()

@@ -26,8 +26,22 @@ class RebindableWrapper(TorchDistributedDataParallel):
 
     reducer: Any
     logger: Any
+    _SHOWN = frozenset({"device", "module", "process_group", "require_backward_grad_sync", "training"})
     _timeout: float | None = None
     _on_stall: str = "raise"
+
+    def __dir__(self) -> list[str]:  # without what PyTorch's constructor sets
+        names: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
+        return [name for name in names if name in self._SHOWN or name not in vars(self)]
+
+    def extra_repr(self) -> str:
+        """Say which rank it is, and how much it reduces; no communication."""
+        if self._is_detached:
+            return "detached"
+        nbytes = sum(param.nbytes for param in self._module_parameters)
+        return (
+            f"rank {self.process_group.rank()} of {self.process_group.size()}, {nbytes:,} bytes of gradients"
+        )
 
     def detach(self) -> None:
         """Drop the process group, the reducer and comm hooks; no communication.
@@ -38,18 +52,16 @@ class RebindableWrapper(TorchDistributedDataParallel):
         """
         if self._is_detached:
             return
-        if not self._delay_all_reduce_all_params:  # else there is no reducer
-            self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
-            works = self.reducer.own.group.works
-            works.log.cut_if_failed(works.ranks)  # see Note [Groups that end] in `zero_optim.comm.work_log`
-            unwatch(self.reducer.own)
+        self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+        works = self.reducer.own.group.works
+        works.log.cut_if_failed(works.ranks)  # see Note [Groups that end] in `zero_optim.comm.work_log`
+        unwatch(self.reducer.own)
         unwatch(self)
-        self._comm_hooks = []  # PyTorch makes none where every parameter is delayed
+        self._comm_hooks = []
         self.require_forward_param_sync = False
         Joinable.__init__(self)  # PyTorch leaves what the last Join set
         nothing: Any = _Detached()
         self.reducer = self.logger = self.process_group = nothing
-        self._delay_grad_buffer = None
 
     def rebind(self, process_group: dist.ProcessGroup | None = None) -> None:
         """Average over the ranks of another process group (None: the default); all of them call, detached.
@@ -68,10 +80,6 @@ class RebindableWrapper(TorchDistributedDataParallel):
             with failing_together(group):
                 if not self._is_detached:
                     raise RuntimeError("expected a detached wrapper: call detach() before the group ends")
-                if self._delay_all_reduce_all_params or self._delay_all_reduce_params:
-                    raise RuntimeError(
-                        "delay_all_reduce_named_params belongs to one process group: wrap the module anew"
-                    )
             options = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
             arguments = {name: getattr(self, name) for name in options}
             arguments |= {"module": self.module, "process_group": group.process_group}
@@ -97,9 +105,6 @@ class RebindableWrapper(TorchDistributedDataParallel):
     @eager
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         """Broadcast the buffers as our work, so that errors name missing ranks."""
-        if self._delay_all_reduce_all_params:  # there is no reducer, which has the label's group
-            super()._sync_module_buffers(authoritative_rank)  # type: ignore[no-untyped-call]
-            return
         runs_hook = hasattr(self, "buffer_hook")  # one of the user's, for buffers
         with self.reducer.own.group.during("buffers").begin_work(runs_hook=runs_hook).waiting():
             super()._sync_module_buffers(authoritative_rank)  # type: ignore[no-untyped-call]

@@ -21,11 +21,9 @@ from zero_optim.shard.places import is_freed
 _NOT_COMPARED = (
     "self",
     "module",
-    "delay_all_reduce_named_params",
     "device_ids",
     "device_mesh",
     "output_device",
-    "param_to_hook_all_reduce",
     "process_group",
 )
 
@@ -41,18 +39,19 @@ OPTIONS = (
     "static_graph",
     "timeout",
 )
+_DELAYS = "every gradient is reduced in its bucket; use PyTorch's DistributedDataParallel for others"
 _CASTS = "use torch.autocast, PyTorch's DistributedDataParallel, or stage 3 with a PrecisionPolicy"
 REFUSED = {
     "batched_grad_copy": "gradients are copied as they come, so that they can be dropped",
     "bucket_cap_mb": "buckets are those of the optimizer: give it bucket_cap_mb",
     "bucket_cap_mb_list": "buckets are those of the optimizer: give it bucket_cap_mb",
     "check_reduction": "it has had no effect for long",
-    "delay_all_reduce_named_params": "every gradient goes to its owner, and none can be averaged elsewhere",
+    "delay_all_reduce_named_params": _DELAYS,
     "device_mesh": "the ranks are those of the optimizer: give it process_group=mesh.get_group(), and a 2-D "
     "mesh of replicas by the name of mesh",
-    "gradient_as_bucket_view": "an owner's gradients are views already, and nobody else has whole ones",
+    "gradient_as_bucket_view": "gradients are views already on the owning rank, and the others have none",
     "mixed_precision": _CASTS,
-    "param_to_hook_all_reduce": "every gradient goes to its owner, and none can be averaged elsewhere",
+    "param_to_hook_all_reduce": _DELAYS,
     "skip_all_reduce_unused_params": "the ranks have to reduce the same buckets",
 }
 KNOWN = {*OPTIONS, *REFUSED, *_NOT_COMPARED, "forward_sync_buffers"}  # of PyTorch's constructor
@@ -110,8 +109,9 @@ def _agree(
         _check_is_module(module)
         check_patience(timeout, on_stall)
         check_flags(init_sync=syncs)
-        if arguments.get("mixed_precision") is not None:
-            raise TypeError(f"zero_optim.ddp.DistributedDataParallel takes no mixed_precision: {_CASTS}")
+        for name in ("mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce"):
+            if arguments.get(name) is not None:
+                raise TypeError(f"zero_optim.ddp.DistributedDataParallel takes no {name}: {REFUSED[name]}")
         new = [name for name in arguments if name not in KNOWN]
         if new:
             raise TypeError(
@@ -126,19 +126,16 @@ def _agree(
         _check_devices(module, arguments.get("device_ids"), arguments.get("output_device"))
         if not may_be_freed and any(is_freed(param) for _, param in seen_params(module)):
             raise ValueError(
-                "the model is fully sharded already, or a part of it: its parameters are on their owners "
-                "alone"
+                "the model, or a part of it, is fully sharded already: each rank keeps only a part of its "
+                "parameters"
             )
         items = [f"init_sync={syncs}"]
         if syncs:
             pairs = seen_params(module)
             group.check_serves([param for _, param in pairs])
-            delayed = [name for name, _ in arguments.get("delay_all_reduce_named_params") or ()]
-            is_delayed = arguments.get("param_to_hook_all_reduce") is not None
-            delayed_by = "a parameter" if is_delayed else "no parameter"
             options = {key: arguments[key] for key in arguments if key not in _NOT_COMPARED}
             limits = f"timeout={timeout}, on_stall={on_stall}"
-            items += [f"arguments {options}, delayed: {delayed} by {delayed_by}, {limits}"]
+            items += [f"arguments {options}, {limits}"]
             items += describe_params(pairs)
     agree(group, items, "the model to wrap")
 
@@ -236,6 +233,6 @@ def check_optimizer(module: nn.Module, optimizer: ZeroRedundancyOptimizer, proce
     unknown = [name for name, param in seen_params(module) if param.requires_grad and param not in pieces]
     if unknown:
         raise ValueError(
-            f"the optimizer does not have {names_text(unknown)}, so nobody owns the gradients: add them to "
-            "it, or freeze them (requires_grad=False) before wrapping"
+            f"the optimizer does not have {names_text(unknown)}, so no rank owns their gradients: add them "
+            "to it, or freeze them (requires_grad=False) before wrapping"
         )

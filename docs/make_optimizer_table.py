@@ -27,6 +27,14 @@ from zero_optim.probe.traits import Traits  # noqa: E402
 TARGET = ROOT / "docs" / "optimizers.md"
 HEAD = f"""# Every optimizer class
 
+Which classes were tried, and whether they can be sharded. To try one that is not here, build it on all
+ranks:
+
+```python
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adafactor)  # raises if refused
+optimizer.explain()  # shows what trials of the class found
+```
+
 Made by `python docs/make_optimizer_table.py`, which runs the checks of tests/test_optimizers.py on two ranks,
 with PyTorch {torch.__version__.partition("+")[0]} on CPU and torch-optimizer 0.3.0. Do not edit.
 
@@ -43,8 +51,7 @@ parameters alone. A class whose state cannot be saved and resumed is refused, un
 then saving raises. A class that uses an entry of its groups or state which differs between ranks is refused.
 
 "Fails" lists the trials that a class does not pass. "Bitwise equal": the parameters after each of 13 steps,
-and the saved state, are those of the unsharded optimizer. Classes were tried with their defaults, and most
-with other options (tests/optimizer_cases.py). [Other packages](#other-packages) have a section of their own.
+and the saved state, are those of the unsharded optimizer, with default options and, for most, others.
 
 ## torch.optim and torch_optimizer
 

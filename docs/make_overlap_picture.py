@@ -30,7 +30,8 @@ UPDATES, TRACED = 7, 5  # the allocator and the buckets no longer change then
 
 def plain(gpt: GPT) -> tuple[Any, ZeroRedundancyOptimizer]:
     """Step after the backward pass."""
-    return DistributedDataParallel(gpt), ZeroRedundancyOptimizer(gpt.parameters(), torch.optim.AdamW)
+    optimizer = ZeroRedundancyOptimizer(gpt.parameters(), torch.optim.AdamW, bucket_cap_mb=8)
+    return DistributedDataParallel(gpt), optimizer
 
 
 def overlapped(gpt: GPT) -> tuple[Any, ZeroRedundancyOptimizer]:
@@ -49,8 +50,11 @@ def sharded(gpt: GPT) -> tuple[Any, ZeroRedundancyOptimizer]:
 Build = Callable[[GPT], tuple[Any, ZeroRedundancyOptimizer]]
 PICTURES: dict[str, dict[str, tuple[Build, bool]]] = {  # by name: each title, and whether it clips
     "overlap": {
-        "step() after the backward pass": (plain, False),
-        'zero_step(optimizer, gradients="owners")': (overlapped, False),
+        "step(): all gradients are reduced, then each rank steps what it owns and sends it": (plain, False),
+        "zero_step(optimizer, ...): each bucket is reduced, stepped and sent during the backward pass": (
+            overlapped,
+            False,
+        ),
     },
     "sharded": {
         "DistributedDataParallel, clipping: every rank gets all gradients": (plain, True),

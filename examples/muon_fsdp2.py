@@ -74,7 +74,9 @@ def train(steps: int, device: torch.device, folder: Path) -> list[float]:
     model, optimizer = build(device)
     if folder.exists():
         load(folder, model, optimizer)
-    optimizer.explain()  # rank 0 prints what each rank holds
+    explanation = optimizer.explain()  # what each rank holds; all ranks call
+    if dist.get_rank() == 0:
+        print(explanation)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())  # other samples on every rank
     losses = []
     for step in range(1, steps + 1):

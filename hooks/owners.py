@@ -7,6 +7,7 @@ ZeRO stage 2. Owners add in the order of ranks, so sums are reproducible. In our
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from weakref import WeakMethod
 
 import torch
@@ -15,10 +16,10 @@ from torch import Tensor
 from zero_optim.comm.agreement import agree
 from zero_optim.comm.collectives import RELEASED
 from zero_optim.comm.lanes import Lease, lanes_for_rows
+from zero_optim.comm.slices import Slices
 from zero_optim.compat import autograd, private
 from zero_optim.compat.streams import HostCopy, StreamBeside, future_on, record_use, to_device
 from zero_optim.ddp.owners.owner_gradients import Owners
-from zero_optim.ddp.owners.owner_rows import OwnerRows
 from zero_optim.ddp.owners.owner_sums import OwnerSums
 from zero_optim.hooks.allreduce import mean_hook
 from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, real_buffer
@@ -51,7 +52,7 @@ class OwnerReduction:
         self._buffer = bucket.buffer()
         self._flat = real_buffer(bucket, "reduction to owners").div_(line.inner.size)
         self._places: list[Tensor] = []  # of the sum, if it is not in place
-        self.wait = line.launch(self._rows, self._take_over).wait
+        self.wait = line.launch(self._rows, self._take_over, in_place=True).wait
         self._counts = None if all_used else self._used_here(bucket.parameters())
         self._counted = None if self._counts is None else self._group.start_sum(self._counts)
         gradients.reduced.append((bucket.parameters(), self._buffer))
@@ -60,21 +61,22 @@ class OwnerReduction:
         used = [param.grad is not None for param in params]
         return to_device(torch.tensor(used, dtype=torch.int32, device="cpu"), self._flat.device)
 
-    def _rows(self) -> OwnerRows:
-        """Return parts of the buffer, where they lie in the order of owners; else copies."""
+    def _rows(self) -> tuple[Tensor, Slices]:
+        """Return the buffer, where its parts lie in the order of owners; else a copy that has them so."""
         rank, flat = self._group.rank, self._flat
         spans = list(chain.from_iterable(self._spans))
-        parts: list[list[Tensor]] = [[] for _ in range(self._group.size)]
-        for span, part in zip(spans, torch.split(flat, [s.stop - s.start for s in spans]), strict=True):
-            parts[span.owner].append(part)
-        lengths = [sum(part.numel() for part in of_rank) for of_rank in parts]
         owners = [span.owner for span in spans]
-        if owners == sorted(owners):
-            rows = list(torch.split(flat, lengths))
-        else:
-            rows = [each[0] if len(each) == 1 else torch.cat(each) if each else flat[:0] for each in parts]
-            self._places = parts[rank] if len(parts[rank]) > 1 else []
-        return OwnerRows([(0, length) for length in lengths], rank, flat, filled=rows)
+        lengths = [0] * self._group.size
+        for owner, start, stop in spans:
+            lengths[owner] += stop - start
+        if owners != sorted(owners):
+            parts = sorted(
+                zip(owners, torch.split(flat, [s.stop - s.start for s in spans]), strict=True),
+                key=itemgetter(0),
+            )
+            self._places = [part for owner, part in parts if owner == rank]
+            flat = torch.cat([part for _, part in parts])
+        return flat, Slices(rank, tuple(lengths))
 
     def _take_over(self, total: Tensor) -> Tensor:
         """Return the bucket's buffer, reduced only where this rank owns it."""

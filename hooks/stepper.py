@@ -284,7 +284,9 @@ class ZeroStep:
         try:
             self._overlap.wait_for_steps()
             current = self._overlap.current
-            if current is not None:  # None: the step could not even begin
+            if current is None:  # the step could not even begin
+                self._overlap.send_header()
+            else:
                 try:
                     of.step_late(leaves_unsure=is_inner or current.lends, has_grads=True)
                     self._set_partial(is_inner)
@@ -308,5 +310,6 @@ class ZeroStep:
         current = self._overlap.current
         lends = current is None or current.lends  # step() lends owners the gradients
         of.step_late(leaves_unsure=lends, has_grads=False)
+        self._overlap.send_header()
         if of.error is not None:
             raise of.error

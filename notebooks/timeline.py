@@ -88,6 +88,19 @@ def hidden(spans: Sequence[Span]) -> float:
     return under / total if total else 0.0
 
 
+def _bars(spans: Sequence[Span], row: str) -> list[tuple[float, float]]:
+    """Return begins and lengths in a row; parts of one message are one bar, none is too short to see."""
+    small = max((span.stop for span in spans), default=0.0) / 200
+    bars: list[tuple[float, float]] = []
+    for start, stop in ((span.start, span.stop) for span in spans if span.row == row):
+        if row != "compute" and bars and start - sum(bars[-1]) < small:
+            first, length = bars.pop()
+            bars.append((first, max(length, stop - first)))
+        else:
+            bars.append((start, max(stop - start, small)))
+    return bars
+
+
 def draw(pictures: Sequence[tuple[str, Sequence[Span]]], path: Path) -> None:
     """Draw titled iterations below each other on one time axis, into a PNG file."""
     from matplotlib.figure import Figure  # without pyplot it needs no display
@@ -96,9 +109,8 @@ def draw(pictures: Sequence[tuple[str, Sequence[Span]]], path: Path) -> None:
     axes = figure.subplots(len(pictures), 1, sharex=True, squeeze=False)
     for (title, spans), axis in zip(pictures, axes[:, 0], strict=True):
         for place, row in enumerate(_NAMES):
-            bars = [(span.start, max(span.stop - span.start, 0.05)) for span in spans if span.row == row]
             style = {"facecolors": _COLOURS[row], "edgecolor": "white", "linewidth": 0.5}
-            axis.broken_barh(bars, (place - 0.38, 0.76), **style)
+            axis.broken_barh(_bars(spans, row), (place - 0.38, 0.76), **style)
         for span in spans:
             if span.row == "compute":
                 middle = (span.start + span.stop) / 2

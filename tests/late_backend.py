@@ -212,6 +212,14 @@ class LateGroup(dist.ProcessGroup):
         _poison(flat)
         return self._issue(lambda gloo=self._gloo: gloo.allgather(outputs, inputs, opts), flat)
 
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> LateWork:
+        opts = dist.AllgatherOptions() if opts is None else opts
+        kept = given.clone() if _overlap(output, given) else given
+        _poison([output])
+        return self._issue(lambda gloo=self._gloo: gloo._allgather_base(output, kept, opts), [output])
+
+    _allgather_base = all_gather_single  # its name before PyTorch 2.13
+
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> LateWork:
         own = self.rank()
         _poison([tensor for rank, tensor in enumerate(outputs) if rank != own])
@@ -226,6 +234,17 @@ class LateGroup(dist.ProcessGroup):
             return Together(works)
 
         return self._issue(start, outputs)
+
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, received: list[int], sent: list[int], opts: Any = None
+    ) -> LateWork:
+        outputs, inputs = (
+            list(tensor.split(lengths or [tensor.numel() // self.size()] * self.size()))
+            for tensor, lengths in ((output, received), (given, sent))
+        )
+        return self.alltoall(outputs, inputs, opts)
+
+    alltoall_base = all_to_all_single  # its name before PyTorch 2.13
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> LateWork:
         return self._issue(lambda gloo=self._gloo: gloo.send(tensors, target, tag), [])
@@ -252,6 +271,10 @@ class LateGroup(dist.ProcessGroup):
 
     def _get_sequence_number_for_group(self) -> int:
         return self._line.num_issued
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _poison(tensors: Sequence[Tensor]) -> None:

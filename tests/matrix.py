@@ -48,12 +48,12 @@ class Outcome:
 
 OUTCOMES = {
     "ended": Outcome(
-        "`StalledError`: the rank has ended", r"StalledError: .*rank {bad} has (ended|let go)", False
+        "`StalledError`: the rank has ended", r"StalledError: .*rank {bad} has (ended|dropped)", False
     ),
     "its error": Outcome(
         "the error that the rank raised itself, with its number",
-        rf"\w+: .*rank {{bad}}.*({PLANNED}|given other memory)"
-        r"|StalledError: .*rank {bad} has (ended|let go)",
+        rf"\w+: .*rank {{bad}}.*({PLANNED}|got other memory)"
+        r"|StalledError: .*rank {bad} has (ended|dropped)",
         False,
     ),
     "raised, ended": Outcome(
@@ -72,8 +72,7 @@ OUTCOMES = {
     ),
     "apart": Outcome(
         "`StalledError`: after the timeout, who waits for what, and which rank made a call more or less "
-        "often than others; where two agreements meet, or after a step of a fully sharded model, "
-        "`RankMismatchError`, which says how many calls each rank has made",
+        "often than others; or `RankMismatchError`, which says how many calls each rank has made",
         r"StalledError: stalled for .*times of .* on rank {bad}\b|(?!StalledError)\w+: .*rank {bad}\b",
         None,
     ),
@@ -306,12 +305,8 @@ def table(results: Sequence[Result] = ()) -> str:
     lines += [f"| {'; '.join(phases)} | {' | '.join(outcomes)} |" for outcomes, phases in rows.items()]
     lines.append(f"| at most s | {' | '.join(seconds)} |")
     meanings = [f"- *{name}*: {outcome.meaning}" for name, outcome in OUTCOMES.items()]
-    reasons: dict[str, list[str]] = {}
-    for cell in CELLS:
-        if cell.reason:
-            reasons.setdefault(cell.reason, []).append(cell.phase)
-    without = [f"- no *{FAILURES['shape']}* in {', '.join(names)}: {why}" for why, names in reasons.items()]
-    return "\n".join([*lines, "", *meanings, *without])
+    meanings.append("- `-`: this failure is an exception there, or cannot happen")
+    return "\n".join([*lines, "", *meanings])
 
 
 def without_seconds(text: str) -> str:

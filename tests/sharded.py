@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuts import cutting
+from cuts import ONE_A_BUCKET, cutting
 from overlap import Net, adamw
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
@@ -47,7 +47,7 @@ class Setting:
 
 def cut_adamw(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
     with cutting():
-        optimizer = adamw(model, bucket_cap_mb=0.002, **options)
+        optimizer = adamw(model, bucket_cap_mb=ONE_A_BUCKET, **options)
     assert any(len(pieces) > 1 for pieces in optimizer.pieces().values())
     return optimizer
 

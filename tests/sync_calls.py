@@ -20,6 +20,7 @@ on the thread that records, Python methods of tensors on every thread.
 
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -32,6 +33,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_optim.compat import streams
+
+with warnings.catch_warnings():  # it scripts functions, of which calls that are replaced are none
+    warnings.simplefilter("ignore")
+    import torch.distributed.optim
 
 READS = (
     "__bool__",

@@ -172,7 +172,7 @@ def test_what_users_keep_beside_an_output_stays_and_links_there_are_not_followed
     (tmp_path / f"out.pt.{'0' * 16}.part").touch()  # left by a process that was killed just now
     written, file = open_part(out)  # by one that runs
     with file:
-        assert cli.main(["consolidate", str(saved), str(out), "--weights"]) == 0
+        assert cli.main(["consolidate", str(saved), str(out), "--weights", "--force"]) == 0
     assert torch.load(out, weights_only=True).keys() == {"weight", "bias"}
     assert not out.is_symlink()
     assert mine.read_text() == "mine"

@@ -55,6 +55,8 @@ def test_a_checkpoint_is_inspected_and_becomes_a_file_of_torch_optim_and_of_weig
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [
         "optimizer.pt", "weights.pt", "weights.safetensors",
     ]  # fmt: skip
+    size = (tmp_path / "optimizer.pt").stat().st_size
+    assert f"wrote {tmp_path / 'optimizer.pt'}: {size:,} bytes\n" in capsys.readouterr().out
     assert cli.main(["inspect", str(tmp_path / "one"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["complete"], told["world_size"], told["version"]) == (True, 2, 2)
@@ -173,10 +175,11 @@ def test_what_is_no_checkpoint_gets_one_line_and_status_2(
     for arguments, line in (
         (["consolidate", str(tmp_path / "nowhere"), out], "there is no such folder"),
         (["consolidate", str(tmp_path / "empty"), out], "it has no manifest, so it was never completed"),
-        (["reshard", str(tmp_path / "text.pt"), out, "--world-size", "2"], "is no file of torch.save"),
+        (["convert", str(tmp_path / "text.pt"), out, "--to", "zero-optim"], "is no file of torch.save"),
+        (["convert", str(tmp_path / "other.pt"), out, "--to", "zero-optim"], "neither an optimizer's state"),
         (
             ["reshard", str(tmp_path / "other.pt"), out, "--world-size", "2"],
-            "neither an optimizer's state dict",
+            "convert SRC OUT --to zero-optim",
         ),
         (["inspect", str(tmp_path / "nowhere")], "there is no such folder"),
     ):

@@ -1,9 +1,12 @@
 """The command line: bad input gets one line and status 2."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from test_checkpoint_files import KEPT
 from zero_optim import cli
 from zero_optim.checkpoint import offline
 
@@ -11,7 +14,7 @@ from zero_optim.checkpoint import offline
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("", "the following arguments are required: COMMAND (see zero-optim --help)"),
+        ("reshard there out", "the following arguments are required: --world-size (see zero-optim reshard"),
         ("inspect there --frobnicate", "unrecognized arguments: --frobnicate"),
         ("convert there out --to tensors", "expected a format of "),
     ],
@@ -45,3 +48,52 @@ def test_ctrl_c_ends_a_command_with_one_line_and_status_130(
     monkeypatch.setattr(offline, "inspect", interrupted)
     assert cli.main(["inspect", str(tmp_path)]) == 130
     assert capsys.readouterr() == ("", "zero-optim: ended by SIGINT\n")
+
+
+def test_without_a_command_the_help_is_shown_also_by_python_m(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: zero-optim [-h] [--version] COMMAND ...")
+    command = [sys.executable, "-m", "zero_optim"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=400).stdout == shown
+
+
+@pytest.mark.parametrize(
+    ("command", "made"),
+    [
+        ("consolidate {} out", "out"),
+        ("convert {} out --to torch", "out"),
+        ("convert {} out --to zero-optim", "out/manifest.json"),
+        ("reshard {} out --world-size 2", "out/manifest.json"),
+    ],
+)
+def test_nothing_is_overwritten_without_force(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: str,
+    made: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = command.format(KEPT).split()
+    assert cli.main(arguments) == 0
+    assert "wrote out: " in capsys.readouterr().out
+    before = Path(made).stat()
+    assert cli.main(arguments) == 2
+    line = "zero-optim: out exists: name another place, or pass --force (force=True) to replace it\n"
+    assert capsys.readouterr() == ("", line)
+    assert Path(made).stat() == before
+    assert cli.main([*arguments, "--force"]) == 0
+    assert Path(made).stat().st_ino != before.st_ino
+
+
+def test_a_folder_is_not_replaced_by_a_file_even_with_force(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    mine = tmp_path / "out" / "mine"
+    mine.parent.mkdir()
+    mine.touch()
+    for form in ("dcp", "torch"):
+        assert cli.main(["convert", str(KEPT), str(mine.parent), "--to", form, "--force"]) == 2
+        assert "only a file is replaced by a file: remove it first" in capsys.readouterr().err
+    assert mine.exists()

@@ -1,16 +1,22 @@
 """What sharding costs: collectives a step, memory a rank, bytes that stay where they are."""
 
-from contextlib import ExitStack
+import io
+from collections.abc import Iterator
+from contextlib import ExitStack, redirect_stdout
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pool import Ranks, on_ranks
 from training import make_params, params_of, set_grads, train_both, twin
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.comm.collectives import GATHER
+from zero_optim.step.built import BuiltOptimizer
+from zero_optim.step.spec import OptimizerSpec
 
 
 def count_collectives(optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -30,7 +36,7 @@ def count_collectives(optimizer: torch.optim.Optimizer) -> dict[str, int]:
         "broadcast",
         "all_reduce",
         "all_gather",
-        "all_gather_into_tensor",
+        GATHER,
         "send",
         "recv",
         "isend",
@@ -46,28 +52,28 @@ def count_collectives(optimizer: torch.optim.Optimizer) -> dict[str, int]:
 @on_ranks(2, 4)
 @pytest.mark.on_sockets("it counts what goes through the backend")
 @pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
-def test_a_step_broadcasts_once_for_each_bucket_and_owner(view: bool) -> None:
+def test_a_step_broadcasts_once_for_each_bucket_and_owner_and_gathers_a_header(view: bool) -> None:
     size = dist.get_world_size()
     params = [*make_params(((20, 30),) * 20), *make_params(((20, 30),) * 12, torch.bfloat16)]
     set_grads(params, 0)
     one = ZeroRedundancyOptimizer(params, torch.optim.AdamW, parameters_as_bucket_view=view)
-    assert count_collectives(one) == {"broadcast": 2 * size}  # a bucket for each dtype
+    assert count_collectives(one) == {"broadcast": 2 * size, GATHER: 1}  # a bucket for each dtype
     small = ZeroRedundancyOptimizer(
         twin(params), torch.optim.AdamW, parameters_as_bucket_view=view, bucket_cap_mb=10 * 600 * 4 / 2**20
     )
     set_grads(params_of(small), 0)
     # 20 fp32 parameters, ten a bucket; 12 bf16 ones fit in one. Every rank owns some of each.
-    assert count_collectives(small) == {"broadcast": 3 * size}
+    assert count_collectives(small) == {"broadcast": 3 * size, GATHER: 1}
     frozen = [*twin(params)]
     for p in frozen[:20]:
         p.requires_grad_(False)
     half = ZeroRedundancyOptimizer(frozen, torch.optim.AdamW, parameters_as_bucket_view=view)
     set_grads(frozen, 0)
-    assert count_collectives(half) == {"broadcast": size}
+    assert count_collectives(half) == {"broadcast": size, GATHER: 1}
     for p in frozen:
         p.requires_grad_(True)
-    assert count_collectives(half) == {"broadcast": 2 * size, "all_gather": 1}  # the ranks agree, once
-    assert count_collectives(half) == {"broadcast": 2 * size}
+    assert count_collectives(half) == {"broadcast": 2 * size, GATHER: 2}  # the ranks agree, once
+    assert count_collectives(half) == {"broadcast": 2 * size, GATHER: 1}
 
 
 def measured_state() -> tuple[int, int, int]:
@@ -117,7 +123,10 @@ def check_explained() -> str:
     optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.1)
     set_grads(params, 0)
     optimizer.step()
-    told = optimizer.explain(quiet=dist.get_rank() == 1)
+    with redirect_stdout(io.StringIO()) as printed:
+        told = optimizer.explain()
+    assert printed.getvalue() == ""
+    assert repr(told) == str(told)
     mine = told.ranks[dist.get_rank()]
     assert mine.num_params == len(optimizer.owned_parameters())
     assert mine.state_nbytes == optimizer.state_nbytes()
@@ -134,3 +143,32 @@ def test_explain_tells_what_is_held_the_same_on_every_rank(ranks: Ranks) -> None
     assert len(set(texts)) == 1
     assert "broadcasts a step" in texts[0]
     assert "1 bfloat16 on cpu" in texts[0]
+
+
+class Counted(list[Tensor]):
+    """A list that counts how often it is gone through."""
+
+    num_passes = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.num_passes += 1
+        return super().__iter__()
+
+
+def test_a_step_of_some_parameters_goes_through_no_group() -> None:
+    """As the step during the backward pass takes one for each bucket."""
+    params = [torch.zeros(1, requires_grad=True) for _ in range(5)]
+    for param in params:
+        param.grad = torch.ones(1)
+    spec = OptimizerSpec(torch.optim.SGD, {"lr": 1.0})
+    built = BuiltOptimizer(spec, [0], [{"params": params}], is_tried=False)
+    (group,) = built.optimizer.param_groups
+    group["params"] = members = Counted(params)
+    built.step({params[3]})
+    members.num_passes = 0
+    built.step({params[4], params[1]})
+    assert members.num_passes == 0
+    assert [param.item() for param in params] == [0, -1, 0, -1, -1]
+    group["params"] = params[:2]  # as after a change of the public group
+    built.step(set(params))
+    assert [param.item() for param in params] == [-1, -2, 0, -1, -1]

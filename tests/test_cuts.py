@@ -33,10 +33,17 @@ def meta(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def plan_of(groups: list[list[Tensor]], num_ranks: int, cap: int, bears: bool | None, **more: Any) -> Plan:
+def plan_of(
+    groups: list[list[Tensor]],
+    num_ranks: int,
+    cap: int,
+    bears: bool | None,
+    loads: list[float] | None = None,
+    **more: Any,
+) -> Plan:
     costs = [[p.numel() for p in group] for group in groups]
     flags = None if bears is None else [bears] * sum(map(len, groups))
-    return make_plan(groups, costs, num_ranks, cap, bears_cuts=flags, **more)
+    return make_plan(groups, costs, loads or [0] * num_ranks, cap, bears_cuts=flags, **more)
 
 
 # ---------------------------------------------------------------------- owners bucket by bucket
@@ -115,7 +122,34 @@ def test_a_large_embedding_is_shared_by_all_ranks() -> None:
 def test_what_bears_no_cuts_is_whole_and_in_other_buckets() -> None:
     params = [meta((4_000, 64)), meta((64_000, 64)), meta((4_000, 64)), meta((64_000, 64))]
     groups, costs = [params[:2], params[2:]], [[1.0, 16.0], [1.0, 16.0]]
-    plan = make_plan(groups, costs, 4, 10**9, bears_cuts=[True, True, False, False])
+    plan = make_plan(groups, costs, [0] * 4, 10**9, bears_cuts=[True, True, False, False])
     assert sorted(sorted(bucket.params) for bucket in plan.buckets) == [[0, 1], [2, 3]]
     assert all(len(plan.pieces[index]) == 1 for index in (2, 3))
     assert any(len(plan.pieces[index]) > 1 for index in (0, 1))
+
+
+# Shapes of a Llama model of 7 G elements, and of GPT-2.
+LLAMA_LAYER = [(4096,), *[(4096, 4096)] * 4, (4096,), *[(11008, 4096)] * 2, (4096, 11008)]
+LLAMA = [(32000, 4096), *LLAMA_LAYER * 32, (4096,), (32000, 4096)]
+GPT2_LAYER = [(768,), (768, 2304), (2304,), (768, 768), *[(768,)] * 4, *[(768, 3072)] * 2, (3072,)]
+GPT2 = [(50257, 768), (1024, 768), *GPT2_LAYER * 12, (1536,)]
+
+
+@pytest.mark.parametrize("row_nbytes", [2**20, 2**18])
+@pytest.mark.parametrize("num_ranks", [8, 64, 1024])
+@pytest.mark.parametrize("name", ["7 B", "7 B in units", "GPT-2"])
+def test_large_models_are_even_with_few_owners_that_follow_from_bucket_to_bucket(
+    name: str, num_ranks: int, row_nbytes: int
+) -> None:
+    shapes, dtype = (GPT2, torch.float32) if name == "GPT-2" else (LLAMA, torch.bfloat16)
+    params: list[Tensor] = [meta(shape, dtype) for shape in shapes]
+    units = [0, *(1 + place // 9 for place in range(32 * 9)), 0, 0] if name == "7 B in units" else None
+    plan = plan_of([params], num_ranks, 2**25, bears=True, units=units, row_nbytes=row_nbytes)
+    loads = plan.loads(num_ranks)
+    assert max(loads) <= 1.05 * sum(loads) / num_ranks
+    assert len(plan.buckets) == {"7 B": 226, "7 B in units": 33, "GPT-2": 10}[name]
+    row = min(row_nbytes, sum(param.nbytes for param in params) // (4 * num_ranks))
+    for bucket in plan.buckets:
+        nbytes, owners = bucket.layout.numel * dtype.itemsize, {r.owner for r in bucket.layout.rows}
+        assert len(owners) <= min(num_ranks, -(-nbytes // row) + 1)  # one of them has the rest of its turn
+        assert sum((owner + 1) % num_ranks not in owners for owner in owners) <= 1  # consecutive

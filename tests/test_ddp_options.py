@@ -142,28 +142,14 @@ def test_uninitialized_parameters_raise_pytorchs_error_on_every_rank() -> None:
 
 
 @on_ranks(2)
-def test_delayed_parameters_are_averaged_when_the_backward_pass_is_over() -> None:
-    net, clean = Outer(), Outer()
-    delayed = ("shared.weight", "shared.bias")
-    model = DistributedDataParallel(
-        net,
-        delay_all_reduce_named_params=[(name, net.get_parameter(name)) for name in delayed],
-        param_to_hook_all_reduce=net.scale,  # its gradient comes last
-    )
-    assert not set(delayed) & set(model.reducer.own.names)
-    for number in range(3):
-        model.zero_grad()
-        mlp_loss(model, number).backward()
-        assert_averaged(net, clean, of_batch(number), number, tolerance=1e-6)
-
-
-@on_ranks(2)
 def test_what_is_not_supported_is_refused_by_name() -> None:
     net = mlp()
     with pytest.raises(ValueError, match="device_ids"):
         DistributedDataParallel(net, device_ids=[dist.get_rank()])
     with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_cap'"):
         DistributedDataParallel(net, bucket_cap=1)
+    with pytest.raises(TypeError, match="takes no delay_all_reduce_named_params: every gradient is reduced"):
+        DistributedDataParallel(net, delay_all_reduce_named_params=[*net.named_parameters()][:1])
 
 
 @on_ranks(2)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from zero_optim import ZeroRedundancyOptimizer, checkpoint
+from zero_optim import ZeroRedundancyOptimizer, __version__, checkpoint
 from zero_optim.compat import private
 
 ROOT = Path(__file__).parent.parent
@@ -130,6 +130,18 @@ def test_the_reference_has_every_public_name_once(name: str) -> None:
 def test_the_page_of_benchmarks_is_that_of_the_records() -> None:
     write = runpy.run_path(str(ROOT / "benchmarks" / "make_readme.py"))
     assert write["PAGE"].read_text() == write["page"]()
+
+
+def test_the_figures_of_memory_in_the_readme_are_those_of_the_planner() -> None:
+    figures = runpy.run_path(str(ROOT / "docs" / "make_memory_picture.py"))["figures"]()
+    text = (ROOT / "README.md").read_text()
+    shown = [int(number) for number in re.findall(r"\d+", text.partition("![GB")[2].partition("]")[0])]
+    totals = [round(sum(parts.values())) for stages in figures.values() for parts in stages.values()]
+    assert [number for number in shown if number in totals] == totals
+
+
+def test_the_citation_has_this_version() -> None:
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_each_claim_links_to_a_test_that_exists() -> None:

@@ -1,6 +1,7 @@
 """The examples train, resume on another number of ranks, and do the same at every stage."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,19 @@ def test_train_gpt_runs_under_torchrun_and_goes_on_in_one_process(tmp_path: Path
     assert "ranks     1 (cpu, gloo)" in shown
     assert "from update 4 to 6" in shown
     assert {path.name for path in run.iterdir()} == {"000004", "000006", "loss.png"}
+
+
+@pytest.mark.slow
+def test_the_script_of_the_readme_runs_under_torchrun_and_resumes(tmp_path: Path) -> None:
+    code = re.search(r"```python\n(.*?)```", (CHECKOUT / "README.md").read_text(), re.DOTALL)
+    assert code is not None
+    assert code[1].count("\n") <= 30
+    (tmp_path / "train.py").write_text(code[1])
+    started([*TORCHRUN, "train.py"], tmp_path)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"2", "3"}
+    (tmp_path / "train.py").write_text(code[1].replace("epoch < 3", "epoch < 4"))
+    started([*TORCHRUN[:-1], "1", "train.py"], tmp_path)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"3", "4"}
 
 
 def test_each_example_is_named_in_its_readme() -> None:

@@ -227,7 +227,7 @@ def test_a_closure_a_hook_and_a_scheduler_work(name: str) -> None:
             scheduler.step()
         assert_equal(model, twin)
     assert seen == ["stepped"] * 3
-    text = str(optimizer.explain(quiet=True))
+    text = str(optimizer.explain())
     assert ("where their rows lie" in text) is ("rows" in recipes(optimizer))
     assert ("whole on owners" in text) is ("whole" in recipes(optimizer))
 

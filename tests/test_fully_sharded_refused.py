@@ -67,7 +67,7 @@ def test_what_would_need_parameters_that_are_not_there_is_refused() -> None:
         with pytest.raises((ValueError, RuntimeError), match="fully sharded"):
             build(model, optimizer)
     for module in (model, wrapped):
-        with pytest.raises(ValueError, match="the model is fully sharded already"):
+        with pytest.raises(ValueError, match="is fully sharded already"):
             DistributedDataParallel(module)
     other = nn.Linear(2, 2)
     optimizer.add_param_group({"params": [*other.parameters()]})
@@ -166,7 +166,7 @@ def test_a_later_optimizer_that_cannot_be_is_refused_and_changes_nothing() -> No
     for words, options in wrong:
         with pytest.raises(ValueError, match=words):
             adamw(wrapped, **options)
-    with unsharded(model), pytest.raises(RuntimeError, match="somebody to read or write"):
+    with unsharded(model), pytest.raises(RuntimeError, match="inside unsharded"):
         adamw(wrapped)
     loss_of(wrapped, 0).backward()
     with pytest.raises(RuntimeError, match="before the first backward pass"):

@@ -19,6 +19,7 @@ import zero_optim
 from overlap import Setting, plain_step
 from pool import on_ranks
 from processes import stat
+from rows import start_sum_of
 from stalling import about_to_stall, linear, outcomes, sharded, with_gradients
 from training import assert_same_bits
 from waiting import wait_until
@@ -27,8 +28,7 @@ from zero_optim.comm import agreement
 from zero_optim.comm.agreement import find_memory
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
-from zero_optim.comm.row_sum import start_row_sum
-from zero_optim.comm.sending import exchange, spread_rows
+from zero_optim.comm.sending import spread_rows
 from zero_optim.compat.autograd import default_store
 from zero_optim.host import messages
 from zero_optim.host.channel import PIECE, Sender
@@ -115,8 +115,7 @@ def test_rows_are_those_that_sockets_bring(dtype: torch.dtype) -> None:
         assert zero_optim.share_host_memory(in_memory) is in_memory
         lanes = lanes_beside(group)
         rows = rows_of(group.rank, group.size, dtype)
-        result = [start_row_sum(group, lanes.groups, [row.clone() for row in rows], in_place=True).wait()]
-        result += exchange(group, rows, lanes.groups).wait()
+        result = [start_sum_of(group, lanes.groups, rows, in_place=True).wait()]
         everyone = rows_of(group.rank, group.size, dtype)
         for work in group.broadcast_rows(list(enumerate(everyone))):
             work.wait()
@@ -144,7 +143,7 @@ def test_an_optimizer_tells_that_it_sends_through_memory() -> None:
     for in_memory in (None, False, True, False):  # without a call it does
         if in_memory is not None:
             zero_optim.share_host_memory(in_memory)
-        explanation = sharded(linear(), timeout=None).explain(quiet=True)
+        explanation = sharded(linear(), timeout=None).explain()
         through = "sockets (share_host_memory(False))" if in_memory is False else "memory"
         assert explanation.transport == through
         assert f"broadcasts a step, through {through}" in str(explanation)
@@ -199,7 +198,7 @@ def test_ranks_go_on_over_sockets_where_one_cannot_share(refused: str) -> None:
         assert debug.call_count == 1, "once for a group"
         with pytest.warns(UserWarning, match=why):
             assert not zero_optim.share_host_memory()
-    assert re.search(f"a step, through sockets \\(.*{why}", str(optimizer.explain(quiet=True)))
+    assert re.search(f"a step, through sockets \\(.*{why}", str(optimizer.explain()))
     optimizer.step()
     total = torch.ones(3)
     optimizer.ranks.start_sum(total).wait()

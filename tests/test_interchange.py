@@ -174,7 +174,14 @@ def test_all_forms_of_an_optimizers_state_dict_come_in(tmp_path: Path, form: str
         parts = {"model_state_dict": model.state_dict(), "optimizer_state_dict": state}
         torch.save({**parts, "epoch": 3, "random": {"seed": 4}}, tmp_path / "theirs.pt")
         more = ["--names", str(tmp_path / "names.txt")] if form == "names apart" else []
-        command = ["reshard", str(tmp_path / "theirs.pt"), str(tmp_path / "ours"), "--world-size", "2", *more]
+        command = [
+            "convert",
+            str(tmp_path / "theirs.pt"),
+            str(tmp_path / "ours"),
+            "--to",
+            "zero-optim",
+            *more,
+        ]
         assert cli.main(command) == 0
 
     once(come_in)
@@ -207,11 +214,11 @@ def test_what_cannot_be_carried_is_refused_in_one_line_and_nothing_is_left(
     for source, form, line in (
         ("torn", "dcp", "is damaged or foreign"),
         ("unnamed", "dcp", "parameters have no names, and this format needs them"),
-        ("unnamed", "deepspeed-universal", "expected a format of torch, torch-names, dcp, got"),
+        ("unnamed", "deepspeed-universal", "expected a format of torch, torch-names, dcp, zero-optim, got"),
         ("evil", "torch", "which is not read: it might run code"),
     ):
         assert cli.main(["convert", str(tmp_path / source), str(tmp_path / "out"), "--to", form]) == 2
         assert line in capsys.readouterr().err
         assert sorted(tmp_path.iterdir()) == before
     assert cli.main(["convert", str(tmp_path / "torn"), str(tmp_path / "unnamed"), "--to", "torch"]) == 2
-    assert "is not overwritten" in capsys.readouterr().err
+    assert "unnamed exists: name another place, or pass --force" in capsys.readouterr().err

@@ -95,7 +95,7 @@ def test_a_closure_that_some_ranks_lack_is_named_on_every_rank_long_before_the_t
 
 def test_ranks_are_parted_by_a_closure_in_the_same_step_alone() -> None:
     def stepped(number: int, closures: int) -> Status:
-        return Status(("an agreement",), (), {}, step=LastStep(number, closures))
+        return Status(("an exchange between all ranks",), (), {}, step=LastStep(number, closures))
 
     for other in (stepped(3, 0b10), stepped(4, 0b01)):
         assert are_parted(stepped(3, 0b11), other)

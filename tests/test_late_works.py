@@ -185,3 +185,13 @@ def test_breaking_connections_aborts_the_communicators_of_other_backends() -> No
     with mock.patch.object(type(group.process_group), "_get_backend", return_value=backend):
         group.works.cut()
     assert aborted.wait(LIMIT)
+
+
+@on_ranks(1)
+def test_a_work_of_a_device_is_late_before_pytorch_ends_the_process() -> None:
+    with pytest.MonkeyPatch.context() as patch, late_group(patch) as (group, _, _):
+        group.works.limit = 600.0
+        assert late_work(group, Handle([])).timeout == 540.0
+        assert late_work(group.within(3600.0), Handle([])).timeout == 540.0
+        assert late_work(group.within(60.0), Handle([])).timeout == 60.0
+        assert group.begin_work().timeout == 600.0

@@ -30,8 +30,8 @@ def slow_gathers(delay: float = 0.003) -> Iterator[list[Any]]:
     broadcast_rows = RankGroup.broadcast_rows
     waited: list[Any] = []
 
-    def late(self: RankGroup, rows: Any, about: str = "") -> list[Any]:
-        works = broadcast_rows(self, rows, about)
+    def late(self: RankGroup, *args: Any) -> list[Any]:
+        works = broadcast_rows(self, *args)
         return [_Late(work, time.monotonic() + delay, waited) for work in works]
 
     RankGroup.broadcast_rows = late  # type: ignore[method-assign, assignment]

@@ -136,7 +136,7 @@ def go_back(folder: Path, rank: int, size: int, result: Any) -> None:
         me.train(5, 100)
     me.leave()
     enter(folder, "left", rank, size - 1)
-    with pytest.raises(LostStateError, match="nobody in the new group holds the state of parameter"):
+    with pytest.raises(LostStateError, match="no rank of the new group has the state of parameter"):
         me.optimizer.rebind()
     newest = checkpoint.latest(folder)
     assert newest is not None

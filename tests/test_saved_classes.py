@@ -86,7 +86,7 @@ def test_a_class_whose_state_would_be_lost_is_refused_unless_nobody_saves(
 @on_ranks(2)
 def test_a_class_of_its_own_saves_is_refused_beside_others() -> None:
     groups = [{"params": make_params(((3, 2),))}, {"params": make_params(), "optimizer_class": own.WarmsUp}]
-    with pytest.raises(TypeError, match=r"is one of several optimizers.*allow_unsaved=True"):
+    with pytest.raises(TypeError, match=r"with that of other classes.*allow_unsaved=True"):
         ZeroRedundancyOptimizer(groups, torch.optim.SGD)
     ZeroRedundancyOptimizer(groups, torch.optim.SGD, allow_unsaved=True)
 

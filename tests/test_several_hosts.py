@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import zero_optim
 from pool import on_ranks
+from rows import start_sum_of
 from stalling import TIMEOUT, be_lost, let_go_on, linear, outcomes, sharded, with_gradients
 from test_unit_marks import UNEVEN, trained
 from training import assert_same_bits
@@ -24,6 +25,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.comm.row_sum import start_row_sum
 from zero_optim.comm.sending import spread_rows
+from zero_optim.comm.slices import Slices
 from zero_optim.comm.traffic import Phase
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
@@ -82,9 +84,12 @@ def check_sums_to_owners(kind: str, dtype: torch.dtype) -> None:
         for in_place in (False, True):
             mine = rows_of(group.rank, group.size, dtype)
             lanes = lanes_beside(group)
-            sums = [start_row_sum(group, lanes.groups, mine) for _ in range(2)]
+            sums = [start_sum_of(group, lanes.groups, mine) for _ in range(2)]
             assert all(torch.equal(each.wait(), expected) for each in sums), (kind, dtype)
-            assert torch.equal(start_row_sum(group, lanes.groups, mine, in_place=in_place).wait(), expected)
+            flat, rows = torch.cat(mine), Slices(group.rank, tuple(map(Tensor.numel, mine)))
+            into = rows.row(flat) if in_place else None
+            assert torch.equal(start_row_sum(group, lanes.groups, flat, rows, into).wait(), expected)
+            mine = list(torch.split(flat, list(rows.rows)))
             others = [row for rank, row in enumerate(mine) if rank != group.rank]
             assert_same_bits(
                 others, [row for rank, row in enumerate(everyone[group.rank]) if rank != group.rank]
@@ -145,7 +150,7 @@ def test_a_row_crosses_once_from_each_host() -> None:
         with mock.patch("torch.distributed.isend", side_effect=dist.isend) as sends:
             rows = [torch.ones(1000) for _ in range(4)]
             counted = replace(lanes[0], phase=Phase())
-            start_row_sum(counted, [counted], rows).wait()
+            start_sum_of(counted, [counted], rows).wait()
             for work in counted.broadcast_rows(list(enumerate(rows))):
                 work.wait()
             counted.start_sum(torch.ones(4000)).wait()

@@ -275,7 +275,7 @@ def test_ranks_that_may_go_on_do_not_wait_for_each_other() -> None:
     def waits_in(text: str, stuck: float, *doing: tuple[str, int]) -> Status:
         return Status((text,), doing, {}, stuck=stuck)
 
-    one, other = waits_in("an agreement", 60.0), waits_in("the gather", 61.0)
+    one, other = waits_in("an exchange between all ranks", 60.0), waits_in("the gather", 61.0)
     assert wait_for_each_other({0: one, 1: other}, 60.0)
     for free in (one, waits_in("the gather", 3.0), waits_in("the gather", 61.0, (OVERLAPPED_STEP, 1))):
         assert not wait_for_each_other({0: one, 1: free}, 60.0)

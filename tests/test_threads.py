@@ -17,7 +17,8 @@ from zero_optim import share_host_memory
 from zero_optim.comm.work_log import WorkLog
 from zero_optim.compat.autograd import default_store
 from zero_optim.ddp import DistributedDataParallel
-from zero_optim.health.peers import Directory, in_threads
+from zero_optim.health.directory import Directory
+from zero_optim.health.peers import in_threads
 from zero_optim.health.verdicts import Verdicts
 from zero_optim.hooks.allreduce import mean_hook
 
@@ -27,9 +28,9 @@ def test_what_finds_no_thread_is_done_without(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("threading.Thread.start", mock.Mock(side_effect=RuntimeError("no more threads")))
     assert in_threads({0: lambda: 5, 1: lambda: 6}, LIMIT) == {0: 5, 1: 6}
     verdicts = Verdicts(WorkLog(), Directory.__new__(Directory))
-    with mock.patch.object(verdicts, "_decide") as decide:
+    with mock.patch.object(verdicts, "_complaint"), mock.patch.object(verdicts, "_complain") as complain:
         verdicts.judge_wait(mock.Mock(timeout=1.0, group=mock.Mock(verdict=None)), 2.0)
-    assert decide.called
+    assert complain.called
 
 
 def reduce_with_a_hook_without_threads() -> str:

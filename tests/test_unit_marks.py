@@ -119,8 +119,8 @@ def said(differs: Callable[..., object], *args: Any) -> str:
     return "trained"
 
 
-def said_in_rows(differs: Callable[..., object], *args: Any) -> str:
-    """Send as other backends do, which have no tags: the marks are in the rows."""
+def said_in_headers(differs: Callable[..., object], *args: Any) -> str:
+    """Send as other backends do, which have no tags: the marks are in the headers alone."""
     with mock.patch.object(TRANSPORTS["gloo"], "waits_on_host", False):
         return said(differs, *args)
 
@@ -158,8 +158,8 @@ def test_ranks_that_gather_different_units_raise_and_name_them(
     check(outcomes(2, said, differs, EQUAL), *parts)
 
 
-def test_marks_in_the_rows_tell_the_same() -> None:
-    check(outcomes(2, said_in_rows, another_route_in_training, EQUAL), "rank 0: ", "rank 1: ", " unit")
+def test_marks_in_headers_alone_tell_the_same() -> None:
+    check(outcomes(2, said_in_headers, another_route_in_training, EQUAL), "rank 0: ", "rank 1: ", " unit")
 
 
 @pytest.mark.parametrize(

@@ -31,13 +31,9 @@ from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.errors import StalledError
 from zero_optim.health import peers
 from zero_optim.health import verdicts as verdicts_module
-from zero_optim.health.peers import (
-    Directory,
-    Listener,
-    Message,
-    Presence,
-    ask,
-)
+from zero_optim.health.directory import Directory
+from zero_optim.health.peers import Listener, Presence, ask
+from zero_optim.health.tree import Message
 from zero_optim.health.verdicts import Verdicts
 from zero_optim.health.watchdog import AwakeTime, Watchdog, unwatch
 
@@ -176,9 +172,13 @@ def listener() -> Any:
 def test_who_does_not_have_the_token_is_not_answered(listener: Listener) -> None:
     answered: list[object] = []
 
+    def answer(question: Message) -> Iterator[Message]:
+        answered.append(question)
+        yield {}
+
     def serve() -> None:
         wait_until(lambda: listener.wait(0.1))
-        listener.answer(lambda question: answered.append(question) or {})  # type: ignore[func-returns-value]
+        listener.answer(answer)
 
     server = threading.Thread(target=serve)
     server.start()
@@ -202,9 +202,7 @@ class Dying:
     def is_current(self) -> bool:
         return True
 
-    def ask_all(
-        self, ranks: Sequence[int], question: Message, _patience: float = 0.0
-    ) -> dict[int, Message | Presence]:
+    def ask_all(self, ranks: Sequence[int], question: Message) -> dict[int, Message | Presence]:
         return {} if "verdict" in question else {1: next(self.answers)}
 
 
@@ -326,12 +324,11 @@ def test_time_in_which_the_process_did_not_run_counts_for_no_wait(kind: str) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verdicts_module, "_beside", lambda work: work())
         patch.setattr(watchdog, "_awake", AwakeTime(lambda: now[0]))
-        patch.setattr(watchdog._verdicts, "_warn", lambda _, seconds: done.append(("warned", seconds)))
-        patch.setattr(watchdog._verdicts, "_decide", lambda _, seconds: done.append(("gave up", seconds)))
+        patch.setattr(watchdog._verdicts, "_complain", lambda _, told: done.append((told.kind, told.seconds)))
         for pause in (0, 1, 1, 3600, 1.5, 1, 86400, 60, 1, 1, 1):  # what it plans is at most 1 s
             now[0] += pause
             watchdog._look()
-    assert done == [("warned", 5.5), ("gave up", 10.5)]
+    assert done == [("slow", 5.5), ("late", 10.5)]
 
 
 def test_where_nobody_answers_a_process_is_silent_and_where_nobody_listens_it_has_ended(
@@ -348,7 +345,7 @@ def test_what_is_no_question_is_dropped(listener: Listener, line: bytes) -> None
         connection.sendall(line)
         connection.shutdown(socket.SHUT_WR)
         wait_until(lambda: listener.wait(0.1))
-        listener.answer(lambda question: {"answered": True})
+        listener.answer(lambda question: iter([{"answered": True}]))
         assert connection.recv(100) == b""
 
 
@@ -375,7 +372,7 @@ def test_a_question_that_comes_late_or_behind_idle_connections_is_answered(liste
             listener.answer(lambda question: pytest.fail("nobody has asked"))
             asking.sendall(question)
             wait_until(lambda: listener.wait(0.1))
-            listener.answer(lambda question: {"answered": True})
+            listener.answer(lambda question: iter([{"answered": True}]))
             assert asking.recv(100) == b'{"answered": true}\n'
             connections.enter_context(socket.create_connection(known[:2]))
 
@@ -398,7 +395,7 @@ def test_a_store_that_forgets_what_it_takes_holds_no_addresses() -> None:
     """As that of a "fake" group of PyTorch 2.14, which answers an empty string."""
     store = mock.Mock()
     store.get.return_value = b""
-    with mock.patch("zero_optim.health.peers.default_store", return_value=store):
+    with mock.patch("zero_optim.health.directory.default_store", return_value=store):
         assert not Directory.can_be_kept()
 
 
@@ -416,7 +413,7 @@ def test_who_sends_a_question_slowly_does_not_hold_the_watchdog_up(listener: Lis
         stranger = threading.Thread(target=drip)
         stranger.start()
         wait_until(lambda: listener.wait(0.1))
-        listener.answer(lambda question: {"answered": True})
+        listener.answer(lambda question: iter([{"answered": True}]))
         assert not over.is_set(), "it would have gone on"
         over.set()
         stranger.join()

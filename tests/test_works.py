@@ -35,7 +35,7 @@ def test_nothing_keeps_a_tensor_of_a_work_that_has_ended() -> None:
     assert isinstance(work, Work)
     assert group.works.pending == {work}
     assert isinstance(work.wait(), bool)
-    assert (work.text, work.timeout) == ("an agreement of a tensor", 100.0)
+    assert (work.text, work.timeout) == ("an exchange between all ranks of a tensor", 100.0)
     assert torch.equal(tensor, torch.ones(4))
     del tensor, work
     gc.collect()
@@ -148,8 +148,8 @@ def status(*waits: str, inside: tuple[str, int] | None = None, last: str = "", *
 
 
 STEPPED = {"step()": 8}
-IN_STEP = status("an agreement", inside=("step()", 8))
-AGREES = status("an agreement")
+IN_STEP = status("an exchange between all ranks", inside=("step()", 8))
+AGREES = status("an exchange between all ranks")
 BUSY = Status(
     ("the reduction of bucket 0 (a)",),
     (("backward pass", 3), (OVERLAPPED_STEP, 9)),
@@ -165,10 +165,14 @@ BUSY = Status(
             (1,),
             "rank 1 is in step() and waits for nothing",
         ),
-        ((AGREES, AGREES), (), "every rank waits, all for the same; ranks 0, 1 wait in an agreement"),
+        (
+            (AGREES, AGREES),
+            (),
+            "every rank waits, all for the same; ranks 0, 1 wait in an exchange between all ranks",
+        ),
         # One of its threads waits for another one, which steps.
         (
-            (status("an agreement", inside=("backward pass", 3)), BUSY),
+            (status("an exchange between all ranks", inside=("backward pass", 3)), BUSY),
             (1,),
             "rank 1 is in an overlapped step and waits for nothing",
         ),

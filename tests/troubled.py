@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from cuts import finely_cut
 from stalling import about_to_stall, note, noted, stay_away
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import (
@@ -29,7 +30,6 @@ from zero_optim.ddp import (
     ShardedDataParallel,
 )
 from zero_optim.hooks import zero_step
-from zero_optim.plan import cuts
 
 TIMEOUT = 3.0  # seconds, of each wait, where one is to pass
 WIDTH = 16
@@ -152,7 +152,7 @@ class Scene:
         self, model: nn.Module, group: dist.ProcessGroup | None = None
     ) -> ZeroRedundancyOptimizer:
         """Build an optimizer with the options of this run; this communicates."""
-        with patch.object(cuts, "MIN_ROW_NBYTES", 64):
+        with finely_cut():
             return ZeroRedundancyOptimizer(
                 model.named_parameters(),
                 Troubled,

@@ -7,8 +7,10 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import torch
@@ -27,7 +29,11 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with ``arguments``, by default those of this process; return the exit status."""
-    options = vars(_parser().parse_args(arguments))
+    parser = _parser()
+    options = vars(parser.parse_args(arguments))
+    if options["command"] is None:
+        parser.print_help()
+        return 0
     try:
         return _run(options.pop("command"), options)
     except KeyboardInterrupt:
@@ -45,80 +51,185 @@ def _complain(line: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="zero-optim",
-        description="Work with checkpoints of zero_optim: one process, no process group.",
+        description="Work with checkpoints, and estimate memory: in one process, without a process group.",
     )
     software = f"zero-optim {__version__} (PyTorch {torch.__version__}, Python {platform.python_version()})"
     parser.add_argument("--version", action="version", version=software)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    def add(name: str, text: str, description: str, out: str = "", foreign: bool = False) -> Any:  # noqa: ANN401
-        command = commands.add_parser(name, help=text, description=description)
-        source = "a checkpoint"
-        if foreign:
-            source += ", a folder of torch.distributed.checkpoint or DeepSpeed, or a torch.save file"
-            names = "a line with a name for each of the optimizer's parameters, if SRC has none"
-            command.add_argument("--names", type=Path, metavar="FILE", help=names)
-        command.add_argument("source", metavar="SRC" if foreign else "DIR", type=Path, help=source)
-        if out:
-            command.add_argument("out", metavar="OUT", type=Path, help=out)
-        return command
+    def add(name: str, text: str, more: str) -> Any:  # noqa: ANN401
+        about = f"{text[0].upper()}{text[1:]}. {more}"
+        return commands.add_parser(name, help=text, description=about).add_argument
 
-    command = add(
-        "consolidate",
-        "write a checkpoint's optimizer state, or its weights, to one file",
-        "Write the whole optimizer state of a checkpoint to OUT, in the format of torch.optim. "
-        "With --weights, write the model's state dict instead. One tensor at a time is in memory.",
-        "a .pt file, or .safetensors for weights",
-    )
-    command.add_argument("--weights", action="store_true", help="write the model's state dict")
-    command = add(
-        "reshard",
-        "write a checkpoint for another number of ranks",
-        "Write a checkpoint as N ranks without cuts would have written it: each rank then finds "
-        "the parameters that it owns whole in one file; rows of a cut parameter may lie in another rank's. "
-        "This is never necessary, since a checkpoint loads on any number of ranks.",
-        "folder of the new checkpoint",
-        foreign=True,
-    )
-    command.add_argument("--world-size", required=True, help="number of ranks", type=int, metavar="N")
-    command = add(
-        "convert",
-        "write a checkpoint in the format of another library",
-        "Write a checkpoint of any format that reshard reads as torch.save or torch.distributed.checkpoint "
-        "would have written it. Nothing that exists is overwritten.",
-        "the new file or folder",
-        foreign=True,
-    )
-    command.add_argument("--to", required=True, metavar="FORMAT", help="torch, torch-names, or dcp")
-    command = add(
-        "inspect",
-        "show what a checkpoint holds and whether it is complete",
-        "Show what a checkpoint holds, who wrote it, and whether it is complete: all of it "
-        "is read and compared with its checksums. The exit status is 1 if it is not complete.",
-    )
-    command.add_argument("--json", action="store_true", help="print JSON")
+    _add_tools(add)
+    _add_estimate(add)
     return parser
 
 
+def _add_tools(add: Callable[..., Any]) -> None:
+    def add_files(arg: Any, out: str, metavar: str = "DIR", source: str = "a checkpoint") -> None:  # noqa: ANN401
+        arg("source", metavar=metavar, type=Path, help=source)
+        arg("out", metavar="OUT", type=Path, help=out)
+        arg("--force", action="store_true", help="replace OUT if it exists")
+
+    arg = add(
+        "inspect",
+        "show what a checkpoint holds, who wrote it, and whether it is complete",
+        "All of it is read and compared with its checksums. The exit status is 1 if it is not complete.",
+    )
+    arg("source", metavar="DIR", type=Path, help="a checkpoint")
+    arg("--json", action="store_true", help="print JSON")
+    arg = add(
+        "consolidate",
+        "write a checkpoint's optimizer state, or its weights, to one file",
+        "The state has the format of torch.optim. One tensor at a time is in memory.",
+    )
+    add_files(arg, "a .pt file, or .safetensors for weights")
+    arg("--weights", action="store_true", help="write the model's state dict")
+    arg = add(
+        "convert",
+        "write a checkpoint of one library in the format of another",
+        "The formats: torch (a torch.save file, state by index), torch-names (by name), "
+        "dcp (a folder of torch.distributed.checkpoint), zero-optim.",
+    )
+    foreign = "a checkpoint of zero_optim, torch.distributed.checkpoint or DeepSpeed, or a torch.save file"
+    add_files(arg, "the new file or folder", "SRC", foreign)
+    arg("--to", required=True, metavar="FORMAT", help="torch, torch-names, dcp or zero-optim")
+    arg("--world-size", default=1, help="ranks that zero-optim writes for (1)", type=int, metavar="N")
+    names = "a line with a name for each of the optimizer's parameters, if SRC has none"
+    arg("--names", type=Path, metavar="FILE", help=names)
+    arg = add(
+        "reshard",
+        "write a checkpoint for another number of ranks, which then read less",
+        "It is as N ranks without cuts would have written it: each rank then finds the parameters that it "
+        "owns whole in one file; rows of a cut parameter may lie in another rank's. "
+        "This is never necessary, since a checkpoint loads on any number of ranks.",
+    )
+    add_files(arg, "folder of the new checkpoint")
+    arg("--world-size", required=True, help="number of ranks", type=int, metavar="N")
+
+
+def _add_estimate(add: Callable[..., Any]) -> None:
+    arg = add(
+        "estimate",
+        "compute the memory of a rank, for each stage and number of ranks",
+        "It is that of the rank that needs most, at rest and at the peak of a step, without activations and "
+        "buffers. Stage 0 is DDP with an optimizer that is not sharded. The class is tried; nothing is "
+        "launched, and the model takes no memory.",
+    )
+    arg("model", help="MODULE:FUNCTION that builds it, or a config.json of Hugging Face (with transformers)")
+    arg("--optimizer", default="torch.optim:AdamW", metavar="MODULE:CLASS", help="torch.optim:AdamW")
+    arg("--options", default={}, type=json.loads, metavar="JSON", help="the optimizer's arguments")
+    arg("--ranks", type=int, nargs="+", default=[8], metavar="N", help="8 by default")
+    arg("--stages", type=int, nargs="+", default=[0, 1, 2, 3], metavar="N", help="all by default")
+    arg("--units", nargs="+", metavar="CLASS", help="names of the classes of stage 3's units")
+    arg("--device", choices=("cpu", "cuda"), default="cuda", help="cuda by default")
+    arg("--masters", action="store_true", help="the optimizer has master_dtype=torch.float32")
+    arg("--bucket-view", action="store_true", help="DDP has gradient_as_bucket_view=True")
+    arg("--json", action="store_true", help="print JSON")
+    arg("--picture", type=Path, metavar="FILE", help="draw it to a file (with matplotlib)")
+
+
 def _run(name: str, options: dict[str, Any]) -> int:
+    if name == "estimate":
+        return _estimate(options)
     from zero_optim.checkpoint import offline
 
-    if name == "consolidate":
-        offline.consolidate(options["source"], options["out"], weights=options["weights"])
-    elif name == "reshard":
-        offline.reshard(options["source"], options["out"], options["world_size"], _names_in(options))
-    elif name == "convert":
-        offline.convert(options["source"], options["out"], options["to"], _names_in(options))
-    else:
+    if name == "inspect":
         report = offline.inspect(options["source"])
         print(json.dumps(report, indent=1) if options["json"] else _as_table(report))
         return 0 if report["complete"] else 1
+    source, out, force = options["source"], options["out"], options["force"]
+    if name == "consolidate":
+        offline.consolidate(source, out, weights=options["weights"], force=force)
+    elif name == "convert":
+        ranks = options["world_size"]
+        offline.convert(source, out, options["to"], _names_in(options), world_size=ranks, force=force)
+    elif source.exists() and not (source / "manifest.json").exists():
+        to = "zero-optim convert SRC OUT --to zero-optim"
+        raise ValueError(f"{source} is no complete checkpoint of zero_optim; others: {to}")
+    else:
+        offline.reshard(source, out, options["world_size"], force=force)
+    files = [path for path in (out.iterdir() if out.is_dir() else [out]) if path.is_file()]
+    count = f" in {len(files)} files" if out.is_dir() else ""
+    print(f"wrote {out}: {sum(path.stat().st_size for path in files):,} bytes{count}")
     return 0
+
+
+_BYTES = ("parameters", "state", "ddp_buckets", "gradients", "rest", "peak")
+
+
+def _estimate(options: dict[str, Any]) -> int:
+    from zero_optim.estimate import estimate
+
+    model, optimizer_class = _model_of(options["model"]), _named(options["optimizer"])
+    kinds, rows = {type(module).__name__: type(module) for module in model.modules()}, []
+    for name in options["units"] or ():
+        if name not in kinds:
+            raise ValueError(f"the model has no module of class {name}, but of {', '.join(sorted(kinds))}")
+    known = {
+        "units": [kinds[name] for name in options["units"] or ()] or "auto",
+        "device": options["device"],
+        "master_dtype": torch.float32 if options["masters"] else None,
+        "gradient_as_bucket_view": options["bucket_view"],
+        **options["options"],
+    }
+    for stage, ranks in product(options["stages"], options["ranks"]):
+        fullest = max(estimate(model, optimizer_class, ranks, stage, **known), key=lambda rank: rank.peak)
+        rows.append({"stage": stage, "ranks": ranks, **{name: getattr(fullest, name) for name in _BYTES}})
+    if options["json"]:
+        print(json.dumps(rows, indent=1))
+    else:
+        numel = sum(param.numel() for param in model.parameters())
+        print(f"{numel:,} parameters, {optimizer_class.__name__}: GiB a rank, without activations")
+        cells = [[f"{v / 2**30:,.2f}" if k in _BYTES else str(v) for k, v in row.items()] for row in rows]
+        print("\n".join(_table([name.replace("_", " ") for name in rows[0]], cells)))
+    if options["picture"]:
+        _draw(rows, options["picture"])
+        print(f"wrote {options['picture']}", file=sys.stderr)
+    return 0
+
+
+def _model_of(source: str) -> Any:  # noqa: ANN401 - a module, or what a function returns instead
+    with torch.device("meta"):
+        if Path(source).is_file():
+            config = _named("transformers:AutoConfig").from_pretrained(source)
+            return _named("transformers:AutoModelForCausalLM").from_config(config)
+        model = _named(source)()
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"expected {source} to build a torch.nn.Module, got {type(model).__name__}")
+    return model
+
+
+def _named(path: str) -> Any:  # noqa: ANN401 - whatever has the name
+    sys.path[:0] = [""] * ("" not in sys.path)  # as python -m does
+    try:
+        return resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"cannot import {path} (expected MODULE:NAME): {error}") from error
+
+
+def _draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw stacked bars, which end at the peak."""
+    figure = _named("matplotlib.figure:Figure")(figsize=(7, 1.2 + 0.35 * len(rows)), layout="constrained")
+    axes, left = figure.subplots(), [0.0] * len(rows)
+    labels = [f"stage {row['stage']}, {row['ranks']} ranks" for row in rows]
+    for name in (*_BYTES[:4], "peak"):  # the peak is what is missing: moving, or of the step
+        ends = [
+            row[name] / 2**30 + (0 if name == "peak" else end) for row, end in zip(rows, left, strict=True)
+        ]
+        sizes = [end - begin for begin, end in zip(left, ends, strict=True)]
+        axes.barh(labels, sizes, left=left, label="at the peak" if name == "peak" else name.replace("_", " "))
+        left = ends
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB a rank in a step, without activations")
+    axes.legend()
+    figure.savefig(path)
 
 
 def _names_in(options: dict[str, Any]) -> list[str] | None:
     try:
-        return None if options["names"] is None else options["names"].read_text().splitlines()
+        return options["names"].read_text().splitlines() if options.get("names") else None
     except OSError as error:
         raise ValueError(f"cannot read {error.filename}: {error.strerror}") from error
 

@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
-from zero_optim.comm.agreement import check_flags, failing_together
 from zero_optim.flow.schedule import Moment, Operation, Placement
-from zero_optim.plan.cuts import MIN_ROW_NBYTES, TOLERANCE
+from zero_optim.plan.cuts import MIN_ROW_NBYTES, TOLERANCE, row_nbytes
 from zero_optim.plan.groups import param_names
 from zero_optim.plan.pieces import numel_of
 from zero_optim.probe.traits import Traits
@@ -31,9 +30,9 @@ class RankHolding:
     cost: float  # of these rows, in the unit of the cost function
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Explanation:
-    """What all ranks hold. ``str()`` gives a table."""
+    """What all ranks hold. ``str()`` gives a table, equal on every rank."""
 
     ranks: tuple[RankHolding, ...]
     buckets: tuple[str, ...]  # a line for each, in the order of gathers
@@ -59,12 +58,12 @@ class Explanation:
         more = [f"and {len(self.cuts) - 20} more lines in `cuts`"] if len(self.cuts) > 20 else []
         return "\n".join([*lines, *self.buckets, *self.cuts[:20], *more, *self.traits])
 
+    __repr__ = __str__  # for notebooks
 
-def explain(core: Core, *, quiet: bool) -> Explanation:
-    """Exchange what all ranks hold, and print it on rank 0; all ranks call; three small collectives."""
+
+def explain(core: Core) -> Explanation:
+    """Exchange what all ranks hold; all ranks call; two small collectives."""
     with core.group.doing("explain()"):
-        with failing_together(core.group):
-            check_flags(quiet=quiet)
         group, works = core.group, core.group.works
         payloads = group.all_gather_bytes(json.dumps(asdict(_holding(core))).encode())
         cuts = [
@@ -77,7 +76,7 @@ def explain(core: Core, *, quiet: bool) -> Explanation:
         if not transport and group.size > 1 and group.device.type == "cpu":
             why = works.why_no_memory if works.log.shares_memory else "share_host_memory(False)"
             transport = f"sockets ({why})" if why else ""
-        explanation = Explanation(
+        return Explanation(
             ranks=tuple(RankHolding(**json.loads(payload)) for payload in payloads),
             buckets=buckets,
             traits=tuple(_traits_text(*of_class) for of_class in core.owned.local.traits()),
@@ -85,9 +84,14 @@ def explain(core: Core, *, quiet: bool) -> Explanation:
             collectives_per_step=sum(num_sent) if group.size > 1 else 0,
             transport=transport,
         )
-    if core.group.rank == 0 and not quiet:
-        print(explanation)  # noqa: T201 - what it is for
-    return explanation
+
+
+def summary(core: Core) -> str:
+    """Say in one line what this rank holds. No communication."""
+    names = " and ".join(dict.fromkeys(name for name, _ in core.owned.local.traits()))
+    owned = f"owns {len(core.own_params())} of {len(core.params)} parameters"
+    ranks = f"rank {core.ranks.rank} of {core.ranks.size}"
+    return f"{names}, {ranks}, {owned}, {core.state_nbytes():,} bytes of state"
 
 
 def _holding(core: Core) -> RankHolding:
@@ -101,13 +105,17 @@ def _holding(core: Core) -> RankHolding:
 def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
     """Yield each bucket's line, why it is uneven or "", and its number of broadcasts in a step."""
     reasons = core.sharding.whole_because | dict.fromkeys(core.inputs.kept_whole, KEPT_WHOLE)
+    nbytes = sum(bucket.nbytes for bucket in core.engine.buckets)
     for bucket, moves in zip(core.engine.buckets, core.engine.active(), strict=True):
         (param, *_), layout, active = bucket.params, bucket.layout, moves or core.owned.local.moves_frozen
         if bucket.schedule.parameters is Placement.HELD:
             yield _held_text(bucket, reasons), "", 2 * (Operation.REDUCE in bucket.schedule[Moment.STEP])
             continue
         rows = {row.owner: row.stop - row.start for row in layout.rows if row.stop > row.start}
-        mean, fullest = layout.end_of_rows / core.group.size, max(rows.values(), default=0)
+        most = core.group.transport(param.device).row_nbytes
+        num_owners = -(-layout.numel * param.itemsize // row_nbytes(nbytes, core.group.size, most))
+        mean = layout.numel / max(1, min(core.group.size, num_owners))
+        fullest = max(rows.values(), default=0)
         kind, size = str(param.dtype).removeprefix("torch."), layout.numel * param.itemsize / _MIB
         text = f"{len(bucket.params)} {kind} on {param.device}, {size:.2f} MiB, owners {[*rows]}"
         uneven, least = "", max(MIN_ROW_NBYTES / param.itemsize, TOLERANCE * mean)
@@ -115,7 +123,7 @@ def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
             why = "; ".join(dict.fromkeys(reasons[each] for each in bucket.params if each in reasons))
             why = why or "it has no rows that could be shared out evenly"
             uneven = f"not cut: {text}; the fullest rank sends {fullest / mean:.1f} x the mean ({why})"
-        yield f"bucket: {text}{'' if active else ', frozen'}", uneven, len(layout.spans()) * active
+        yield f"bucket: {text}{'' if active else ', frozen'}", uneven, len(rows) * active
 
 
 def _held_text(bucket: Bucket, reasons: Mapping[Tensor, str]) -> str:

@@ -18,7 +18,7 @@ from zero_optim.comm.traffic import PHASES
 from zero_optim.compat import private
 from zero_optim.compat.autograd import register_with_pytorch
 from zero_optim.dtensor.placement import group_in
-from zero_optim.explain import Explanation, explain
+from zero_optim.explain import Explanation, explain, summary
 from zero_optim.health.watchdog import OnStall, learn_addresses, patient, unwatch, watch
 from zero_optim.iteration import Iteration
 from zero_optim.plan.costs import Cost, CostName
@@ -45,6 +45,7 @@ def _part(path: str, doc: str, *, settable: bool = False) -> Any:  # noqa: ANN40
 
 
 _OWN = frozenset({"core", "iteration", "grad_scale", "found_inf"})  # the latter by scalers
+_HIDDEN = {*_OWN, "begin_overlapped_step", "profile_hook_step", "OptimizerPreHook", "OptimizerPostHook"}
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -163,6 +164,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.iteration.overlap()
 
     def _begin(self, core: Core) -> None:
+        register_with_pytorch(ZeroRedundancyOptimizer)
         super().__setstate__({})  # makes the hooks, without reading groups again
         self.core, self.iteration = core, Iteration(core)
 
@@ -198,6 +200,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             why = ", and shows no private names of the class that it shards" if is_private else ""
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'{why}")
         return self.iteration.forwarded_method(name, matches)
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in _HIDDEN]
+
+    def __repr__(self) -> str:
+        stage, groups = 3 if self.core.engine.row_buckets else 1, super().__repr__().partition("(")[2]
+        return f"{type(self).__name__}({summary(self.core)}, ZeRO stage {stage}{groups}"
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute, of the user's class if that has it and this one does not; no communication."""
@@ -488,9 +497,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self.core.ranks.phase.traffic.figures(PHASES, "steps", reset=reset)
 
     @called_by_all
-    def explain(self, *, quiet: bool = False) -> Explanation:
-        """Return what each rank holds, and unless ``quiet`` print it on rank 0; all ranks call."""
-        return explain(self.core, quiet=quiet)
+    def explain(self) -> Explanation:
+        """Return what each rank holds, of which ``print()`` makes a table; all ranks call."""
+        return explain(self.core)
 
     # ------------------------------------------------------------------ Join
 
@@ -528,9 +537,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Do nothing: ours is ready when it is built."""
 
     _sync_param_groups = staticmethod(views.sync_options)
-
-
-register_with_pytorch(ZeroRedundancyOptimizer)
 
 
 def require_ours(optimizer: object) -> None:

@@ -18,6 +18,9 @@ Cells = dict[str, dict[str, dict[str, list[str]]]]
 
 HEAD = """# Optimizer classes in every system
 
+Which library trains which optimizer class right, in which loop; which refuses it; and which ends with other
+weights and no error, with a script for each cause.
+
 Made by `python benchmarks/conformance.py`. Do not edit. Each cell trains one class in one loop and one
 system for 8 updates on two ranks (CPU, gloo), with other inputs on each rank. Its parameters are compared
 with those of the unsharded class on the mean of the same gradients. {versions}
@@ -36,8 +39,8 @@ with those of the unsharded class on the mean of the same gradients. {versions}
   [cause](#causes).
 
 Each system is used as its documentation says, with its own calls for clipping, saving and loading, and
-`find_unused_parameters` if a parameter is frozen later. For DeepSpeed `zero_allow_untested_optimizer` is set,
-as it refuses most classes without. FairScale and DeepSpeed run in float32, the others in float64.
+`find_unused_parameters` if a parameter is frozen later. DeepSpeed refuses most classes without
+`zero_allow_untested_optimizer`, so it is set. FairScale and DeepSpeed run in float32, the others in float64.
 *zero_optim 1*, *2*, *3* shard state, gradients and parameters.
 
 Loops: *clip* clips the global norm. *Accumulate* has two backward passes in an update; both orders of sums

@@ -51,12 +51,12 @@ def choose_units(model: nn.Module, units: Units) -> UnitChoice:
         raise TypeError(f"expected units to be modules, got one, {type(units).__name__}: put it in a list")
     else:
         raise TypeError(
-            'expected units to be "auto", modules of the model, or a function that tells of a module whether '
-            f"it is a unit, got {units!r}"
+            'expected units to be "auto", modules of the model, or a function that returns whether a module '
+            f"is a unit, got {units!r}"
         )
     for module in unit_modules:
         if module not in name_of:
-            raise ValueError(f"a unit, {type(module).__name__}, is no module of the model")
+            raise ValueError(f"units has a {type(module).__name__} that is no module of the model")
         if not _has_forward(module) and module is not model:
             raise ValueError(
                 f"{name_of[module]} is a {type(module).__name__}, which is never called itself: give the "

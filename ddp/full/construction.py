@@ -326,6 +326,6 @@ def _refuse_others(optimizer: Optimizer, *_: object) -> None:
         params = group["params"]
         if params and (is_registered(params[0]) or is_registered(params[-1])):
             raise RuntimeError(
-                f"{name} has parameters of a fully sharded model, which are on their owners alone: build "
+                f"{name} has parameters of a fully sharded model, of which each rank keeps a part: build "
                 f"ZeroRedundancyOptimizer(wrapped.parameters(), {name}, ...)"
             )

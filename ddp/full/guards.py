@@ -89,10 +89,10 @@ def _check_unchanged(name: str, param: Tensor, function: Function) -> None:
             if (applied.dtype, applied.device, applied.stride()) == (ones.dtype, ones.device, ones.stride()):
                 what = "get other values or other memory: write to it inside zero_optim.ddp.unsharded(module)"
             raise RuntimeError(
-                f"a fully sharded model cannot be converted or moved, as owners keep its parameters: {name} "
-                f"is {ones.dtype} on {ones.device} there, and was to {what}. Convert and move the model "
-                "before it is wrapped, on all ranks alike; or save full_state_dict(model), build the model "
-                "anew, convert it, wrap it, and load that"
+                f"a fully sharded model cannot be converted or moved: {name} is {ones.dtype} on "
+                f"{ones.device} on its owners, and was to {what}. Convert and move the model before it is "
+                "wrapped, on all ranks; or save full_state_dict(model), build a new model, convert it, wrap "
+                "it, and load that"
             )
 
 
@@ -174,7 +174,7 @@ class UnitMembers:
             for short, param in before.items():
                 if param is not None and param is not own.get(short) and id(param) in map(id, own.values()):
                     raise RuntimeError(
-                        f"{f'{name}.{short}'.lstrip('.')} of a fully sharded model has another name by "
-                        "now, as by pruning, and showed NaN at that time. Do it before the model is wrapped, "
-                        "or inside zero_optim.ddp.unsharded(model)"
+                        f"{f'{name}.{short}'.lstrip('.')} of a fully sharded model was renamed, as pruning "
+                        "does, while it showed NaN. Do it before the model is wrapped, or inside "
+                        "zero_optim.ddp.unsharded(model)"
                     )

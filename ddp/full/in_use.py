@@ -21,15 +21,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.autograd import in_backward
 from zero_optim.ddp.full.guards import UnitMembers
 from zero_optim.ddp.full.launch_order import LaunchOrder
 from zero_optim.ddp.full.saved_reads import SavedReads
-from zero_optim.ddp.full.unit import Unit, UnitOrder, UnitUse, UnitValues
-from zero_optim.ddp.full.unit_task import UnitTask
+from zero_optim.ddp.full.unit import Unit, UnitOrder, UnitTask, UnitUse, UnitValues
 from zero_optim.ddp.reducer.graph import on_gradient, replaced, tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.flow.schedule import Moment, Operation
@@ -90,18 +89,12 @@ class UnitsInUse(ModuleCalls, Uncopied):
     # ------------------------------------------------------------------ operations
 
     def _at(self, moment: Moment, buckets: list[RowBucket], purpose: Purpose, tells: bool = False) -> None:
-        self._engine.on(moment, buckets, UnitTask(self, purpose, tells=tells))
-
-    def forget_gathers(self) -> None:
-        """Forget all gathers, which may never come, as ranks gather different units."""
-        for bucket in self.buckets:
-            bucket.gathers.abandon()
-        self.gathers.abandon()
+        self._engine.on(moment, buckets, UnitTask(self.units, self.gathers, purpose, tells=tells))
 
     def _fetch(self, number: int | None, purpose: Purpose, tells: bool = False) -> None:
         """Start the gather of a unit ahead of the moment that waits for it."""
         if number is not None:
-            task = UnitTask(self, purpose, tells=tells)
+            task = UnitTask(self.units, self.gathers, purpose, tells=tells)
             buckets = self.units[number].buckets
             self._engine.on(Moment.BEFORE_FORWARD, buckets, task, only=Operation.GATHER)
 
@@ -156,11 +149,15 @@ class UnitsInUse(ModuleCalls, Uncopied):
         unit, still = self.unit_of[call.module], False
         self._reads.end(call)
         if not self._num_users(unit):
-            if any(map(unit.shares_memory, tensors_in(output))):
+            tensors = tensors_in(output)
+            if any(map(unit.shares_memory, tensors)):
                 output = replaced(output, lambda each: each.clone() if unit.shares_memory(each) else each)
-                still = any(map(unit.shares_memory, tensors_in(output)))
+                tensors = tensors_in(output)
+                still = any(map(unit.shares_memory, tensors))
             if not in_backward():  # else activations are computed again
-                self._leave(unit, None if raised else output, (self.under_way or [call])[0])
+                self._leave(
+                    unit, None if raised or output is None else tensors, (self.under_way or [call])[0]
+                )
         if still and not raised:
             raise RuntimeError(
                 f"{unit.name} returned a view of a parameter in a {type(output).__name__}, where no copy can "
@@ -170,10 +167,10 @@ class UnitsInUse(ModuleCalls, Uncopied):
             self._after(output)
         return output
 
-    def _leave(self, unit: Unit, output: object, outermost: Call) -> None:
+    def _leave(self, unit: Unit, tensors: list[Tensor] | None, outermost: Call) -> None:
         order, stays = self._forward[self.unit_of[outermost.module]], False
-        if torch.is_grad_enabled() and output is not None:
-            stays = self._watch(unit, output, order)
+        if torch.is_grad_enabled() and tensors is not None:
+            stays = self._watch(unit, tensors, order)
         if not stays:
             self._at(Moment.AFTER_FORWARD, unit.buckets, Purpose.TRAINING)
         if not self.under_way:
@@ -194,9 +191,8 @@ class UnitsInUse(ModuleCalls, Uncopied):
             unit.passages[passage] = passage.num_inputs
         return passage
 
-    def _watch(self, unit: Unit, output: object, order: UnitOrder) -> bool:
+    def _watch(self, unit: Unit, tensors: list[Tensor], order: UnitOrder) -> bool:
         """Make a unit whole before the backward pass comes to it; return whether it stays until then."""
-        tensors = tensors_in(output)
         reached, place, passage = weakly(self._output_reached), self.clock, unit.passage
         for tensor in tensors:
             if tensor.grad_fn is not None:
@@ -282,7 +278,9 @@ class UnitsInUse(ModuleCalls, Uncopied):
         if as_kept and any(unit.is_rounded for unit in units):
             self.check_unpinned()  # of all, so that a walk over modules raises before it has changed anything
             held, wide = [], list(map(WideBucket, _buckets_of(units)))
-            self._engine.on(Moment.BEFORE_FORWARD, wide, UnitTask(self, Purpose.AS_KEPT, tells=False))
+            self._engine.on(
+                Moment.BEFORE_FORWARD, wide, UnitTask(self.units, self.gathers, Purpose.AS_KEPT, tells=False)
+            )
         elif tells:
             self.gathers.stamps.begin_pass()
         request = UnitValues({param: param for unit in held for param in unit.params})

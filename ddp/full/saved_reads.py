@@ -51,7 +51,8 @@ class SavedReads:
 
     def begin(self, user: object) -> None:
         """Set the hooks for a user, if autograd saves anything and nobody else has some."""
-        if self._is_on and torch.is_grad_enabled() and not in_backward() and not has_saved_tensors_hooks():
+        is_due = self._is_on and self.user is None and torch.is_grad_enabled()
+        if is_due and not in_backward() and not has_saved_tensors_hooks():
             self._unit_of = {bucket.storage_id: unit for unit in self._units for bucket in unit.buckets}
             self._hooks.__enter__()
             self.user = user

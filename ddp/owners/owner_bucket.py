@@ -1,15 +1,17 @@
-"""Buckets whose gradients go to owners: a row for each rank, there only while gradients are in it.
+"""Buckets whose gradients go to owners: a row for each rank, in memory only while gradients are there.
+
+Note [Rows of gradients]
+    Reduced gradients are views of the owner's row. Each rank's row is laid out by itself, as gradients come:
+    the last parameter first, aligned as parameters are. The parameter bucket's layout has a cut parameter
+    last in one row and first in the next, and room for frozen parameters and stamps.
 
 Note [Memory of sharded gradients]
-    Let W be the number of ranks, G the bytes of all gradients, B those of the largest bucket, T = B (W - 1) /
-    W. One bucket is pending while the next one fills. Rows are cut into c *portions*: each is made when the
-    first gradient comes into it, and dropped when it was sent; two are pending at a time, and the bucket
-    before keeps pace with the one that fills. So beside its own rows, G / W where these are even, and the
-    gradient that autograd has just made, a rank holds at most (1 + 4 / c) T, or 3 T with one portion. On the
-    CPU c makes that 2 B at most. On an accelerator, and without lanes, there is one portion, and a bucket is
-    sent when the one before is summed, so that all ranks start collectives in one order: less than 3 B. If
-    rows are uneven, put B in the place of T. On top come `BATCH_NBYTES` of small gradients, and this pass's
-    sums where earlier ones are kept.
+    Let W be the number of ranks, G the bytes of all gradients, B those of the largest bucket. A bucket is
+    sent while the next one fills, and that is sent when the first is summed. So beside its own rows, G / W
+    where these are even, and the gradient that autograd has just made, a rank holds two buckets, and what it
+    receives: at most B, and its row of a bucket where that is brought to it (Note [Sums of slices] in
+    `row_sum`); nothing through the host's memory. On top come `BATCH_NBYTES` of small gradients, and this
+    pass's sums where earlier ones are kept.
 
 Note [Sums apart]
     On the CPU sums stay apart until ranks know that the pass is good, and a bad one leaves earlier sums as
@@ -17,18 +19,19 @@ Note [Sums apart]
     `report`), so each sum is added at once: behind a pass that failed call ``zero_grad()``.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from zero_optim.comm.slices import Slices
 from zero_optim.compat import private, streams
 from zero_optim.ddp.owners.owner_gradients import Owners
-from zero_optim.ddp.owners.owner_rows import OwnerRows
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
-from zero_optim.plan.layout import Extent, Row, rows_apart, spans_of
+from zero_optim.flow.pending import AfterEvent
+from zero_optim.plan.layout import Extent, Row, aligned, rows_apart, spans_of
 from zero_optim.plan.plan import ACCELERATOR_ALIGNMENT_NBYTES, ALIGNMENT_NBYTES
 from zero_optim.plan.strides import dense_strides, in_order_of_memory
 
@@ -36,18 +39,17 @@ from zero_optim.plan.strides import dense_strides, in_order_of_memory
 @dataclass(slots=True, eq=False)
 class _Filling:
     earlier: dict[int, Tensor] = field(default_factory=dict)  # by slot, gradients of earlier passes
-    pace: Callable[[float], None] | None = None
     adds_at_once: bool = False
     is_open: bool = False  # the pass has not ended: gradients that come are taken
     taken: set[int] = field(default_factory=set)  # slots of the gradients that have come
-    numel: int = 0  # elements of them
-    rows: OwnerRows | None = None  # until they are on their way
+    flat: Tensor | None = None  # the rows, until they are on their way
+    made: AfterEvent | None = None
     failed: bool = False  # word of a failure is to be sent
     reduced: dict[int, Tensor] = field(default_factory=dict)  # by slot, summed rows of this rank
 
 
 class OwnerBucket(ReducerBucket):
-    """Gradients that go to their owners together, in portions. Does not communicate."""
+    """Gradients that go to their owners together. Does not communicate."""
 
     def __init__(
         self,
@@ -58,30 +60,31 @@ class OwnerBucket(ReducerBucket):
         is_sparse: bool = False,
         dtype: torch.dtype | None = None,
         carries_word: bool = False,
-        num_portions: int = 1,
     ) -> None:
         super().__init__(indices, params, is_sparse=is_sparse, dtype=dtype)
-        self.num_portions = num_portions
         self._owners = owners
-        self._carries_word = carries_word
         self._forms = [(tuple(param.shape), dense_strides(param)) for param in params]
         nbytes = ALIGNMENT_NBYTES if params[0].device.type == "cpu" else ACCELERATOR_ALIGNMENT_NBYTES
+        alignment = max(1, nbytes // self.dtype.itemsize)
         spans = [spans_of(owners.pieces[param], param.numel()) for param in params]
-        rows = rows_apart(spans, owners.size, max(1, nbytes // self.dtype.itemsize))
+        rows = rows_apart(spans, owners.size, alignment)
         self._mine = list(self._places_of_own(rows[owners.rank]))
-        self._edges = [
-            [*(row.stop * number // num_portions for number in range(num_portions)), row.stop + carries_word]
-            for row in rows
-        ]
-        self._numel = sum(edges[-1] for edges in self._edges)
+        self._slices = Slices(owners.rank, tuple(aligned(row.stop + carries_word, alignment) for row in rows))
         self._has_gaps = sum(row.stop for row in rows) > sum(param.numel() for param in params)
-        # by slot, where the elements are: a portion (owner, number), the place in it, the extent at an offset
-        self._cells: list[list[tuple[tuple[int, int], int, Extent]]] = [[] for _ in params]
-        for row, edges in zip(rows, self._edges, strict=True):
-            for number, (start, stop) in enumerate(pairwise(edges)):
-                for place, extent in enumerate(row.within(start, stop)):
-                    there = extent._replace(offset=extent.offset - start)
-                    self._cells[extent.param].append(((row.owner, number), place, there))
+        # The word is behind each row's elements.
+        starts = list(accumulate(self._slices.rows, initial=0))
+        words = [start + row.stop for start, row in zip(starts, rows, strict=False)]
+        self._words = torch.tensor(words, device="cpu").to(params[0].device) if carries_word else None
+        self._end = rows[owners.rank].stop
+        # By slot, where the elements are: the number of the place, and the extent in the flat tensor.
+        self._cells: list[list[tuple[int, Extent]]] = [[] for _ in params]
+        extents = (
+            extent._replace(offset=start + extent.offset)
+            for start, row in zip(starts, rows, strict=False)
+            for extent in row.extents
+        )
+        for place, extent in enumerate(extents):
+            self._cells[extent.param].append((place, extent))
         self._filling = _Filling()
 
     def _places_of_own(self, row: Row) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...], int]]:
@@ -98,21 +101,15 @@ class OwnerBucket(ReducerBucket):
     @property
     def can_carry_failure_word(self) -> bool:
         """Whether there is an element for `write_failure_word`."""
-        return self._carries_word
+        return self._words is not None
 
     def write_failure_word(self) -> None:
         """Mark the rows to be sent as failed."""
         self._filling.failed = True
 
-    def begin(
-        self,
-        earlier: Mapping[int, Tensor],
-        pace: Callable[[float], None] | None = None,  # called before copies with the filled part, 0 to 1
-        *,
-        adds_at_once: bool,  # Note [Sums apart]
-    ) -> None:
-        """Begin a backward pass; ``earlier`` has the gradients of earlier ones, by slot."""
-        self._filling = _Filling(dict(earlier), pace, adds_at_once, is_open=True)
+    def begin(self, earlier: Mapping[int, Tensor], *, adds_at_once: bool) -> None:
+        """Begin a backward pass; ``earlier``: gradients of earlier ones, by slot. Note [Sums apart]."""
+        self._filling = _Filling(dict(earlier), adds_at_once, is_open=True)
 
     def has_gradient(self, slot: int) -> bool:
         """Whether a parameter got a gradient in this pass."""
@@ -132,14 +129,9 @@ class OwnerBucket(ReducerBucket):
         if self.is_sparse or not slots:
             super().take(slots, divisor)
             return
-        filling = self._filling
-        filling.numel += sum(self.params[slot].numel() for slot in slots)
-        if filling.pace is not None:
-            filling.pace(min(1.0, filling.numel / max(1, self._numel)))
-        rows = filling.rows = filling.rows or self._new_rows(zeros=self._has_gaps)
-        rows.join()
+        flat = self._filled(zeros=self._has_gaps)
         targets, sources = [], []
-        for target, source in self._places(rows, slots):
+        for target, source in self._places(flat, slots):
             if source is None:
                 target.zero_()
             else:
@@ -151,36 +143,39 @@ class OwnerBucket(ReducerBucket):
         elif targets:
             private.foreach_copy_(targets, sources)
             if divisor != 1:
-                self._multiply(rows, slots, 1 / divisor)
+                self._multiply(flat, slots, 1 / divisor)
 
-    def _new_rows(self, *, zeros: bool) -> OwnerRows:
-        return OwnerRows(self._edges, self._owners.rank, self.flat, zeros=zeros)
+    def _filled(self, *, zeros: bool) -> Tensor:
+        """Return the rows of this pass, new ones as zeros if so; the current stream may write there."""
+        filling, like = self._filling, self.flat
+        if filling.flat is None or filling.made is None:
+            make = torch.zeros if zeros else torch.empty
+            filling.flat = make(self._slices.total, dtype=like.dtype, device=like.device)
+            filling.made = AfterEvent(like.device, streams.recorded_event(like.device))
+        else:
+            filling.made.wait()
+        return filling.flat
 
-    def _places(self, rows: OwnerRows, slots: Sequence[int]) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def _places(self, flat: Tensor, slots: Sequence[int]) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield each place in the rows, and what belongs there; gradients leave their parameters."""
-        portions: dict[tuple[int, int], tuple[Tensor, int]] = {}  # with their first elements
         for slot in slots:
             gradient, (shape, strides), cells = self._gradient(slot), self._forms[slot], self._cells[slot]
-            flat = None if gradient is None or len(cells) == 1 else in_order_of_memory(gradient, strides)
-            for key, _, extent in cells:
-                if key not in portions:
-                    portion = rows.portion(*key)
-                    portions[key] = portion, int(portion.storage_offset())
-                portion, first = portions[key]
-                if len(cells) == 1:
-                    yield portion.as_strided(shape, strides, first + extent.offset), gradient
-                else:
-                    part = None if flat is None else flat[extent.start : extent.stop]
-                    yield portion[extent.offset : extent.end], part
+            if len(cells) == 1:
+                yield flat.as_strided(shape, strides, cells[0][1].offset), gradient
+                continue
+            whole = None if gradient is None else in_order_of_memory(gradient, strides)
+            for _, extent in cells:
+                part = None if whole is None else whole[extent.start : extent.stop]
+                yield flat[extent.offset : extent.end], part
 
-    def _multiply(self, rows: OwnerRows, slots: Sequence[int], factor: float) -> None:
+    def _multiply(self, flat: Tensor, slots: Sequence[int], factor: float) -> None:
         """Multiply gradients in the rows, neighbours in one go."""
-        ends: dict[tuple[tuple[int, int], int], tuple[int, int]] = {}  # of runs: offsets, by the place behind
-        for key, place, extent in (cell for slot in sorted(slots) for cell in self._cells[slot]):
-            start, _ = ends.pop((key, place), (extent.offset, 0))
-            ends[key, place + 1] = start, extent.end
-        for (key, _), (start, stop) in ends.items():
-            rows.portion(*key)[start:stop].mul_(factor)
+        ends: dict[int, tuple[int, int]] = {}  # of runs: offsets, by the place behind
+        for place, extent in sorted(cell for slot in slots for cell in self._cells[slot]):
+            start, _ = ends.pop(place, (extent.offset, 0))
+            ends[place + 1] = start, extent.end
+        for start, stop in ends.values():
+            flat[start:stop].mul_(factor)
 
     def _gradient(self, slot: int) -> Tensor | None:
         if not self._filling.is_open:  # the pass broke off: what is there now is not of it
@@ -193,18 +188,16 @@ class OwnerBucket(ReducerBucket):
 
     # ------------------------------------------------------------------ gradients go
 
-    def rows(self) -> OwnerRows:
+    def rows(self) -> tuple[Tensor, Slices]:
         """Return the rows to be sent, zeros if nothing was copied, with the word of a failure."""
-        rows = self._filling.rows or self._new_rows(zeros=True)
-        if self._carries_word:
-            for owner in range(self._owners.size):
-                last = rows.portion(owner, self.num_portions - 1)
-                last[-1:].fill_(float("nan") if self._filling.failed else 0.0)
-        return rows
+        flat = self._filled(zeros=True)
+        if self._words is not None:
+            flat.index_fill_(0, self._words, float("nan") if self._filling.failed else 0.0)
+        return flat, self._slices
 
     def free(self) -> None:
         """Let go of the rows, which are on their way."""
-        self._filling.rows = None
+        self._filling.flat = None
 
     def take_over(self, total: Tensor) -> Tensor:
         """Keep the sum of this rank's row; return the word of a failure, or nothing."""
@@ -222,7 +215,8 @@ class OwnerBucket(ReducerBucket):
             sums.append((reduced, reduced.dtype if earlier is not None else kept))
         copies = owners.storage.copies(tensor.to(dtype) for tensor, dtype in sums)
         filling.reduced.update(zip(apart, copies, strict=True))
-        return total[-1:].clone() if self._carries_word else self.flat  # no view: that would keep it
+        word = total[self._end : self._end + 1]  # no view is returned: that would keep the rows
+        return self.flat if self._words is None else word.clone()
 
     def give(self, result: Tensor, skipped: Sequence[bool]) -> None:
         """Hand out reduced gradients on their owners, and partial gradients elsewhere."""

@@ -14,7 +14,6 @@ from zero_optim.comm.mesh import RankMesh, agree_between_replicas
 from zero_optim.compat.autograd import backward_number
 from zero_optim.ddp.owners.owner_bucket import OwnerBucket
 from zero_optim.ddp.owners.owner_gradients import Owners
-from zero_optim.ddp.owners.owner_rows import most_portions, num_portions
 from zero_optim.ddp.owners.owner_sums import OwnerSums
 from zero_optim.ddp.owners.replica_check import ReplicaCheck
 from zero_optim.ddp.reducer.assignment import (
@@ -69,7 +68,6 @@ class OwnerReducer(Reducer):
         self._local_number = -1  # of the last backward pass that was not reduced
         self._is_replaced = False
         lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
-        self._has_lanes = lanes.groups[0] is not optimizer.ranks
         super().__init__(
             params,
             everyone.process_group,
@@ -134,11 +132,6 @@ class OwnerReducer(Reducer):
             is_sparse.append(is_sparse.pop(at))
         members = [[params[index] for index in indices] for indices in index_lists]
         dtypes = [self._reduced_dtype(of_bucket[0]) for of_bucket in members]
-        sizes = [
-            0 if is_alone else sum(param.numel() for param in of_bucket) * dtype.itemsize
-            for of_bucket, dtype, is_alone in zip(members, dtypes, is_sparse, strict=True)
-        ]
-        most = most_portions(optimizer.ranks.size) if self._is_apart else 1
         owners = self._owners()
         buckets = [
             OwnerBucket(
@@ -148,7 +141,6 @@ class OwnerReducer(Reducer):
                 is_sparse=is_sparse[number],
                 dtype=dtypes[number],
                 carries_word=number == len(members) - 1 and not is_sparse[number],
-                num_portions=num_portions(sizes[number], max(sizes), most),
             )
             for number, indices in enumerate(index_lists)
         ]
@@ -194,10 +186,6 @@ class OwnerReducer(Reducer):
         super().set_static_graph()
         self._assign(None)
 
-    @property
-    def _is_apart(self) -> bool:
-        return self._has_lanes and not (self._outermost is not None and self._may_differ)
-
     def check_finished(self, *, waits: bool = True) -> None:
         """Do as `Reducer.check_finished`; RankMismatchError, on every rank, if replicas differ."""
         super().check_finished(waits=waits)
@@ -217,14 +205,14 @@ class OwnerReducer(Reducer):
         """Put reduced gradients aside: autograd would add unreduced ones to them."""
         if self._check is not None:
             self._check.start()
-        line = OwnerSums(*self._route, is_apart=self._is_apart)
+        line = OwnerSums(*self._route)
         for bucket in self.assignment.buckets:
             assert isinstance(bucket, OwnerBucket)  # see `_assigned`
             earlier = {}
             for slot, (index, param) in enumerate(zip(bucket.indices, bucket.params, strict=True)):
                 if param.grad is not None and not self.history.carried[index]:
                     earlier[slot], param.grad = param.grad, None
-            bucket.begin(earlier, line.advance, adds_at_once=self.defers_reports)
+            bucket.begin(earlier, adds_at_once=self.defers_reports)
         return partial(self._start, line)
 
     def _start(self, line: OwnerSums, bucket: ReducerBucket) -> Pending[Tensor]:

@@ -2,8 +2,8 @@
 
 The whole way: a gradient's hook counts, and a full bucket copies gradients, divided, into a row for each
 owner (`OwnerBucket.take`), or a comm hook takes the rows from DDP's bucket (`zero_optim.hooks.owners`); here
-the row goes to its owner, which adds up all ranks' in their order (`start_row_sum`); at the end of the pass
-``param.grad`` is the sum on its owner, elsewhere a partial gradient (`Owners`).
+all ranks' rows are added up in the order of ranks (`start_in_stages`), each row for its owner; at the end of
+the pass ``param.grad`` is the sum on its owner, elsewhere a partial gradient (`Owners`).
 
 Note [Sums across replicas]
     In a mesh (`zero_optim.comm.mesh`) the owner adds gradients up in the order of ranks inside a replica;
@@ -13,26 +13,26 @@ Note [Sums across replicas]
     it.
 """
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
-from zero_optim.comm.row_sum import start_row_sum
+from zero_optim.comm.row_sum import ReceiveBuffer, start_in_stages
+from zero_optim.comm.slices import Slices
 from zero_optim.compat.streams import StreamBeside
-from zero_optim.ddp.owners.owner_rows import OwnerRows
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
 
-_NUM_UNDER_WAY = 2  # portions: while one is added, the next one is on its way
+_Stage: TypeAlias = Callable[[Tensor], Pending[Tensor]]  # takes the value of the stage before
 
 
 class OwnerSums:
-    """Buckets, of a pass or a hook: the first portion of one is sent while the last of another is summed.
+    """Buckets, of a pass or a hook: one is sent when the one before is summed.
 
     With ``streams`` an extra stream waits for the sums, and `finish` lets the current one wait for that.
     """
@@ -43,94 +43,69 @@ class OwnerSums:
         lanes: Lease,  # for exchanges among them
         across: RankGroup | None = None,  # owners of the same rows in all replicas
         *,
-        is_apart: bool = True,
         streams: StreamBeside | None = None,
     ) -> None:
         self.inner, self.lanes, self._sum_across = inner, lanes, across
-        self._is_apart = is_apart
-        self._to_start: deque[tuple[Callable[[], Pending[None]], torch.device]] = deque()  # portions
-        self._portions = Flow(_NUM_UNDER_WAY, streams=streams)
-        self._across = Flow(1)  # buckets
-        self._num_summed = 0  # portions of all buckets, in their order
-        self._begin, self._end = 0, 0  # the numbers of the last bucket's portions
-
-    def advance(self, fraction: float) -> None:
-        """Bring pending portions, but for the last, as far as the bucket that fills, from 0 to 1."""
-        count = self._end - self._begin
-        self._advance(self._begin + max(0, min(int(fraction * count), count - 1)))
+        self._received = ReceiveBuffer()
+        # Of sums, of what brings them to owners, and of sums across replicas; each of one bucket at a time.
+        self._flows = Flow(1, streams=streams), Flow(1, streams=streams), Flow(1, streams=streams)
 
     def launch(
-        self, make_rows: Callable[[], OwnerRows], take_over: Callable[[Tensor], Tensor], label: str = ""
+        self,
+        make_flat: Callable[[], tuple[Tensor, Slices]],  # the rows; called when the bucket before is summed
+        take_over: Callable[[Tensor], Tensor],
+        label: str = "",
+        *,
+        in_place: bool = False,
     ) -> Pending[Tensor]:
         """Start a bucket; its result is what ``take_over`` returns of the sum of this rank's row."""
-        self._advance(self._end - self._is_apart)
-        rows, results = make_rows(), list[Tensor]()
-        count = rows.num_portions
+        results: list[Tensor] = []
+        sums, bringing, replicas = self._flows
+        with self._abandoning():
+            while len(sums):
+                sums.finish_first()
+            flat, rows = make_flat()
+            into, lanes = rows.row(flat) if in_place else None, self.lanes.groups
+            work, bring = start_in_stages(self.inner, lanes, flat, rows, into, self._received, label)
+            stages = [] if bring is None else [(bringing, bring)]
+            across = self._sum_across
+            if across is not None and rows.rows[rows.rank]:  # of which all replicas have as many
+                about = f"{label}, across replicas"
+                stages.append((replicas, lambda total: across.start_sum(total, about)))
+            end = partial(self._go_on, stages, lambda total: results.append(take_over(total)))
+            sums.start(lambda: Pending([work], end), device=flat.device)
+        return Pending([], lambda _: self._finish(results))
 
-        def start(number: int) -> Pending[None]:
-            about = label if count == 1 else f"{label}, portion {number + 1} of {count}"
-            work = start_row_sum(self.inner, self.lanes.groups, rows.pop(number), in_place=True, about=about)
-            return Pending([work], partial(summed, number))
-
-        def summed(number: int, _: object) -> None:
-            self._num_summed += 1
-            if number == count - 1:
-                self._end_bucket(rows.own, label, lambda own: results.append(take_over(own)))
-
-        self._to_start += [(partial(start, number), rows.own.device) for number in range(count)]
-        self._begin, self._end = self._end, self._end + count
-        self._advance(0)
-        end = self._end
-        return Pending([], lambda _: self._finish(end, results))
-
-    def _end_bucket(self, own: Tensor, label: str, end: Callable[[Tensor], None]) -> None:
-        """Start the sum across replicas, of which the others have as many; without any the bucket ends."""
-        across = self._sum_across
-        if across is None or not own.numel():
-            end(own)
+    def _go_on(
+        self, stages: list[tuple[Flow, _Stage]], end: Callable[[Tensor], None], totals: list[Tensor]
+    ) -> None:
+        """Start the next stage of a bucket, behind that of the bucket before; without any the bucket ends."""
+        total = totals[0]
+        if not stages:
+            end(total)
             return
-
-        def begin() -> Pending[None]:
-            return Pending([across.start_sum(own, f"{label}, across replicas")], lambda _: end(own))
-
-        self._across.start(begin)
+        (flow, stage), *later = stages
+        go_on = partial(self._go_on, later, end)
+        flow.start(lambda: Pending([stage(total)], go_on), device=total.device)
 
     def finish(self) -> None:
         """Wait for all buckets; raises what an earlier wait raised."""
-        self._advance(self._end)
-        self._across.wait()
-        self._portions.wait()  # of one that was broken off, too
-        self._end = self._num_summed
+        with self._abandoning():
+            for flow in self._flows:
+                flow.wait()
 
-    def _finish(self, end: int, results: list[Tensor]) -> Tensor:
+    def _finish(self, results: list[Tensor]) -> Tensor:
         """Wait for a bucket, and for those before."""
-        self._advance(end)
-        try:
+        with self._abandoning():
             while not results:
-                self._across.finish_first()
-        except BaseException:
-            self._abandon()
-            raise
+                next(flow for flow in self._flows[::-1] if len(flow)).finish_first()
         return results[0]
 
-    def _advance(self, num_summed: int) -> None:
-        """Wait until some portions are summed; each wait makes room for another."""
+    @contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        """Let nobody else have the lanes, on which something failed."""
         try:
-            self._fill()
-            while self._num_summed < num_summed:
-                self._portions.finish_first()
-                self._fill()
+            yield
         except BaseException:
-            self._abandon()
+            self.lanes.abandon()
             raise
-
-    def _fill(self) -> None:
-        while self._to_start and len(self._portions) < _NUM_UNDER_WAY:
-            begin, device = self._to_start.popleft()
-            self._portions.start(begin, device=device)
-
-    def _abandon(self) -> None:
-        """Let nobody else have the lanes, on which something failed, and start no more."""
-        self.lanes.abandon()
-        self._to_start.clear()
-        self._end = self._num_summed

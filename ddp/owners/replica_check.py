@@ -77,7 +77,7 @@ class ReplicaCheck:
         group = self._across  # the function below is kept: it must not keep this object
 
         def stamps(gathered: list[Tensor]) -> dict[int, Stamp]:
-            return Arrival(range(group.size), gathered[0], mine).read_stamps(group.read)
+            return Arrival(gathered[0], mine).read_stamps(group.read)
 
         return values.by_group, Pending([group.start_all_gather(row, "the options of replicas")], stamps)
 

@@ -91,7 +91,7 @@ NO_GRADIENT = (
     'no_sync(), which takes accumulate="local" where gradients are sharded'
 )
 SWAPPED = (
-    "{} became another tensor after the model was wrapped, so nobody saw its gradient. "
+    "{} became another tensor after the model was wrapped, so its gradient was not reduced. "
     "torch.utils.swap_tensors does that, as do conversions and moves of a module with "
     "torch.__future__.set_swap_module_params_on_conversion(True): do them before wrapping"
 )

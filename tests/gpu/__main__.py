@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from gpu.cases import all_cases
-from gpu.running import RESULTS, run_all, summary, table, write
+from gpu.running import RESULTS, Place, Record, run_all, summary, table
 from pool import Pool
 
 
@@ -37,13 +37,19 @@ def main() -> int:
         return 2
     # For the ranks, before they start: cuBLAS then gives the same bits in every call.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    command = " ".join(["python", "-m", "gpu", *sys.argv[1:]])
+    record = None if options.dry else Record(options.device, command, options.out)
+    rows = []
     with tempfile.TemporaryDirectory(prefix="zero-optim-gpu-") as folder, Pool() as pool:
-        rows = list(run_all(pool, cases, options.device, Path(folder), options.setup))
+        place = Place(options.device, Path(folder), None if options.dry else options.out)
+        for row in run_all(pool, cases, place, options.setup):
+            rows.append(row)
+            if record is not None:  # at once: what ends this process leaves a record
+                record.add(row)
     sys.stdout.write(f"\n{table(rows)}\n\n{summary(rows)}\n")
-    if not options.dry:
-        command = " ".join(["python", "-m", "gpu", *sys.argv[1:]])
-        for path in write(rows, options.device, command, options.out):
-            sys.stdout.write(f"{path}\n")
+    if record is not None:
+        record.close(rows)
+        sys.stdout.writelines(f"{path}\n" for path in record.paths)
     return int(any(row.result == "fails" for row in rows))
 
 

@@ -22,7 +22,7 @@ import test_fully_sharded_state as state
 import test_mesh as mesh
 import test_overlap_training as overlap
 from fully import NARROW
-from gpu import costs, kernels, offloaded, stages, starting, streams
+from gpu import costs, first, kernels, offloaded, recipes, stages, starting, streams
 from gpu.setting import Figures, Here, NotHere, Setup, asleep_on_device, need_futures
 from parity_runs import STAGES, Row, Run
 from training import HAS_MUON
@@ -47,6 +47,7 @@ class Case:
     args: tuple[object, ...] = ()
     setups: tuple[Setup, ...] = EVERYWHERE
     starts_itself: bool = False  # it makes its process group itself
+    section: str = ""  # of `SECTIONS`
 
 
 # ---------------------------------------------------------------------- tests of the CPU's suite
@@ -99,6 +100,17 @@ def of_kernels(here: Here, check: Callable[[Row], None], row: Row) -> None:
     run(here, check, row)
 
 
+# In this order, each with the seconds after which the rest of it is left out on a GPU: 12 minutes in all.
+SECTIONS = {
+    "versions": 20.0,
+    "late loopback": 120.0,
+    "costs": 150.0,
+    "memory": 60.0,
+    "trace": 30.0,
+    "raw collectives": 20.0,
+    "waits": 80.0,
+    "the rest": 240.0,
+}
 Tests = dict[str, tuple[Any, ...]]  # the function of a test, and its arguments
 
 
@@ -269,6 +281,25 @@ def _own() -> Iterator[Case]:
         yield Case(f"overlap: param.data replaced, {wrapper} DDP", streams.replaced, (wrapper,))
 
 
+def _first() -> Iterator[Case]:
+    yield Case("versions", first.versions, (), (NCCL,), section="versions")
+    yield Case("private names", first.private_names, (), (NCCL,), section="versions")
+    for recipe, world in product(recipes.OURS, (2, 8)):
+        name = f"late loopback of {world}: {recipe}"
+        yield Case(name, recipes.late, (recipe, world), (NCCL,), section="late loopback")
+    for recipe in ("ZeRO-1", "ZeRO-2", "ZeRO-3"):
+        name = f"late loopback of 8: {recipe}, a missing wait is seen"
+        yield Case(name, recipes.late_without_waits, (recipe,), (NCCL,), section="late loopback")
+    for world in (8, 1024):
+        about = f"costs of a rank of {world}: host ms / GPU ms / peak MiB"
+        yield Case(about, recipes.cost, (world,), (NCCL,), section="costs")
+    for stage in stages.STAGES:
+        yield Case(f"memory: {stage}", stages.memory, (stage, 2048, 16), section="memory")
+    for recipe in ("zero_step", "ZeRO-3"):
+        yield Case(f"trace: {recipe}", first.traced, (recipe,), (NCCL,), section="trace")
+    yield Case("raw collectives", first.raw, section="raw collectives")
+
+
 def _costs() -> Iterator[Case]:
     for kind, world, clips in product(costs.TRAININGS, (1, 2), (False, True)):
         if not (kind in ("DDP", "zero_step") and clips):  # torch.optim cannot clip; overlap refuses it
@@ -283,10 +314,13 @@ def _costs() -> Iterator[Case]:
         yield Case(f"allocator: {allocator}", costs.apart, ("train", settings, "zero_step", "1"), (NCCL,))
     yield Case("speed: an iteration", costs.speed, (1024, 16, 40))
     yield Case("speed: an iteration, small", costs.speed, (128, 24, 40), (NCCL, NCCL_2))
-    for stage in stages.STAGES:
-        yield Case(f"memory: {stage}", stages.memory, (stage, 2048, 16))
 
 
 def all_cases() -> list[Case]:
-    """List the cases in the order of the table."""
-    return [*_own(), *_cpu_tests(), *_costs()]
+    """List the cases in the order of their sections."""
+    kinds = {"waits": "waits", "sanitizer": "waits", "speed": "costs"}
+    rest = [
+        replace(case, section=kinds.get(case.name.partition(":")[0], "the rest"))
+        for case in (*_costs(), *_own(), *_cpu_tests())
+    ]
+    return sorted((*_first(), *rest), key=lambda case: list(SECTIONS).index(case.section))

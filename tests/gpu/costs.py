@@ -31,13 +31,14 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from gpu.setting import Figures, Here, NotHere, futures_work
+from gpu.setting import MOST_SECONDS, Figures, Here, NotHere, futures_work
 from gpu.streams import averaging, waiting_hook
 from sync_calls import Event, counting_backwards, cpu_as_accelerator, num_backwards
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.compat import streams
 from zero_optim.ddp import DistributedDataParallel
-from zero_optim.health.stamp import Arrivals, Read, Stamp
+from zero_optim.health import unit_stamps
+from zero_optim.health.stamp import Arrival, Read, Stamp
 from zero_optim.hooks import zero_step
 
 MIB = 2**20
@@ -162,13 +163,14 @@ def waits_for_events(kind: type) -> Iterator[list[str]]:
 
 def pretend(here: Here, world: int) -> None:
     """Put a group of several ranks, which does nothing, in the place of the one there is."""
-    if dist.get_world_size() > 1:
-        raise NotHere("a pretended group needs a process alone")
+    if dist.is_initialized():
+        if dist.get_world_size() > 1:
+            raise NotHere("a pretended group needs a process alone")
+        dist.destroy_process_group()
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError as error:
         raise NotHere("this PyTorch has no fake process group") from error
-    dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     del here
 
@@ -176,12 +178,12 @@ def pretend(here: Here, world: int) -> None:
 @contextmanager
 def only_own_stamps() -> Iterator[None]:
     """Read the stamps of all ranks, but believe this rank's alone: ranks that are pretended send none."""
-    stamps = Arrivals.read_stamps
+    stamps = Arrival.read_stamps
 
-    def own(arrivals: Arrivals, read: Read) -> dict[int, Stamp]:
-        return {rank: stamp for rank, stamp in stamps(arrivals, read).items() if rank == dist.get_rank()}
+    def own(arrival: Arrival, read: Read) -> dict[int, Stamp]:
+        return {rank: stamp for rank, stamp in stamps(arrival, read).items() if rank == dist.get_rank()}
 
-    with patch.object(Arrivals, "read_stamps", own):
+    with patch.object(Arrival, "read_stamps", own), patch.object(unit_stamps, "parted", lambda *_: []):
         yield
 
 
@@ -289,7 +291,9 @@ def example(here: Here, *arguments: str) -> None:
 
 def _output_of(command: Sequence[str], settings: dict[str, str]) -> str:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **settings}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=MOST_SECONDS, env=environment, check=False
+    )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-6000:]
     return output

@@ -14,11 +14,11 @@ from time import perf_counter
 
 import torch
 
-from gpu.cases import Case
-from gpu.setting import Figures, Outcome, Setup, on_rank
+from gpu.cases import SECTIONS, Case
+from gpu.setting import MOST_SECONDS, Figures, Outcome, Setup, on_rank
 from pool import Pool, RankError
 
-TIMEOUT = 500.0  # seconds for one call; one that succeeds does not wait for them
+TIMEOUT = 500.0  # seconds for one case on the CPU; one that succeeds does not wait for them
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
@@ -35,16 +35,31 @@ class Row:
     seconds: float = 0.0
 
 
-def run_case(pool: Pool, case: Case, setup: Setup, device_type: str, folder: Path) -> Row:
-    """Run one case in one of its setups; ``folder``, which is empty, is for its files."""
-    missing = setup.missing(device_type)
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where cases run: the type of the device, a folder that is empty, and one for traces."""
+
+    device_type: str
+    folder: Path
+    kept: Path | None = None
+
+    @property
+    def limit(self) -> float:
+        """Return the seconds of one case."""
+        return MOST_SECONDS if self.device_type == "cuda" else TIMEOUT
+
+
+def run_case(pool: Pool, case: Case, setup: Setup, place: Place, number: int) -> Row:
+    """Run one case in one of its setups."""
+    missing = setup.missing(place.device_type)
     if missing:
         return Row(case.name, setup.name, "left out", {}, missing)
-    begin = perf_counter()
+    begin, folder = perf_counter(), place.folder / str(number)
     folder.mkdir(parents=True, exist_ok=True)
-    call = setup, device_type, (folder, folder / "store"), case.starts_itself, case.function, case.args
+    paths = folder, folder / "store", place.kept
+    call = setup, place.device_type, paths, case.starts_itself, case.function, case.args
     try:
-        outcome: Outcome = pool.run(setup.num_ranks, on_rank, *call, timeout=TIMEOUT)[0]
+        outcome: Outcome = pool.run(setup.num_ranks, on_rank, *call, timeout=place.limit)[0]
     except RankError as error:
         return Row(case.name, setup.name, "fails", {}, _last_line(error), str(error), perf_counter() - begin)
     if outcome.not_here:
@@ -52,18 +67,24 @@ def run_case(pool: Pool, case: Case, setup: Setup, device_type: str, folder: Pat
     return Row(case.name, setup.name, "holds", outcome.figures, seconds=perf_counter() - begin)
 
 
-def run_all(
-    pool: Pool, cases: Sequence[Case], device_type: str, folder: Path, setups: Sequence[str] = ()
-) -> Iterator[Row]:
-    """Run cases in all their setups, or in those whose names begin with one of ``setups``."""
+def run_all(pool: Pool, cases: Sequence[Case], place: Place, setups: Sequence[str] = ()) -> Iterator[Row]:
+    """Run cases in all their setups, or in those whose names begin with one of ``setups``.
+
+    On a GPU the rest of a section is left out once its time is over.
+    """
     chosen = [
         (case, setup)
         for case in cases
         for setup in case.setups
         if not setups or setup.name.startswith(tuple(setups))
     ]
+    spent = dict.fromkeys(SECTIONS, 0.0)
     for number, (case, setup) in enumerate(chosen, 1):
-        row = run_case(pool, case, setup, device_type, folder / str(number))
+        if place.device_type == "cuda" and spent[case.section] > SECTIONS[case.section]:
+            row = Row(case.name, setup.name, "left out", {}, f"the time for {case.section} is over")
+        else:
+            row = run_case(pool, case, setup, place, number)
+        spent[case.section] += row.seconds
         yield row
         rest = row.why or figures_text(row)
         line = (
@@ -122,21 +143,34 @@ def summary(rows: Sequence[Row]) -> str:
     return ", ".join(f"{counts[result]} {result}" for result in ("holds", "fails", "left out"))
 
 
-def write(rows: Sequence[Row], device_type: str, command: str, folder: Path = RESULTS) -> list[Path]:
-    """Write ``gpu-DEVICE.json`` and ``.md``; a record takes the place of an older one of the same device."""
-    machine = describe_machine(device_type)
-    date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    name = "gpu-" + re.sub(r"[^a-z0-9]+", "-", str(machine["device"]).lower()).strip("-")
-    kept = [
-        {"case": r.name, "setup": r.setup, "result": r.result, "figures": r.figures, "why": r.why}
-        | ({"report": r.report[-8000:]} if r.report else {})
-        for r in rows
-    ]
-    record = {"date": date, "machine": machine, "command": command, "rows": kept}
-    about = "; ".join(f"{key} {value}" for key, value in machine.items())
-    text = f"# The GPU suite\n\n{date}; `{command}`\n\n{about}\n\n{summary(rows)}\n\n{table(rows)}\n"
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}.json", folder / f"{name}.md"]
-    paths[0].write_text(json.dumps(record, indent=1) + "\n")
-    paths[1].write_text(text)
-    return paths
+class Record:
+    """The record of a run, ``gpu-DEVICE.jsonl``: the machine, then a line for each case once it is over.
+
+    It takes the place of an older one of the same device. `close` adds the table, ``gpu-DEVICE.md``.
+    """
+
+    def __init__(self, device_type: str, command: str, folder: Path = RESULTS) -> None:
+        self._machine = describe_machine(device_type)
+        self._about = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"), command
+        name = "gpu-" + re.sub(r"[^a-z0-9]+", "-", str(self._machine["device"]).lower()).strip("-")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.paths = [folder / f"{name}.jsonl", folder / f"{name}.md"]
+        self.paths[0].write_text(_line(date=self._about[0], command=command, machine=self._machine))
+
+    def add(self, row: Row) -> None:
+        """Append a row."""
+        report = {"report": row.report[-8000:]} if row.report else {}
+        about = {"case": row.name, "setup": row.setup, "result": row.result, "seconds": round(row.seconds, 1)}
+        with self.paths[0].open("a") as file:
+            file.write(_line(**about, figures=row.figures, why=row.why, **report))
+
+    def close(self, rows: Sequence[Row]) -> None:
+        """Write the table."""
+        about = "; ".join(f"{key} {value}" for key, value in self._machine.items())
+        date, command = self._about
+        text = f"# The GPU suite\n\n{date}; `{command}`\n\n{about}\n\n{summary(rows)}\n\n{table(rows)}\n"
+        self.paths[1].write_text(text)
+
+
+def _line(**content: object) -> str:
+    return json.dumps(content) + "\n"

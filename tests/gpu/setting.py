@@ -17,6 +17,7 @@ from on_device import on_device
 from sync_calls import cpu_as_accelerator
 
 Figures: TypeAlias = dict[str, float | str]
+MOST_SECONDS = 40.0  # for one case on a GPU
 
 
 class NotHere(Exception):
@@ -50,6 +51,7 @@ class Here:
     backend: str  # of the default group
     folder: Path  # of this case, empty at first, the same one for all ranks and phases
     store: Path  # not used yet, for a process group's store
+    kept: Path | None = None  # where a trace is kept
 
     @property
     def is_cuda(self) -> bool:
@@ -82,7 +84,7 @@ class Outcome:
 def on_rank(
     setup: Setup,
     device_type: str,
-    paths: tuple[Path, Path],  # folder and store of `Here`
+    paths: tuple[Path, Path, Path | None],  # of `Here`
     starts_itself: bool,  # the case makes its process group, and chooses its device, itself
     function: Callable[..., Figures | None],
     args: tuple[object, ...],

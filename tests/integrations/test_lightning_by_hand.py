@@ -117,5 +117,5 @@ def test_checkpoints_of_several_optimizers_resume(pool: Pool, tmp_path: Path, st
 @pytest.mark.parametrize("stage", [1, 2])
 def test_optimizers_may_have_parts_of_one_module_but_not_at_stage_3(stage: int) -> None:
     assert_as_ddp(Fit(stage, module=TwoOptimizers))
-    with pytest.raises(ValueError, match="at stage 3 each optimizer has one module"):
+    with pytest.raises(ValueError, match="at stage 3 expected one module for each optimizer"):
         Fit(3, module=TwoOptimizers).run()

@@ -102,6 +102,8 @@ _SHAPES = {
         lambda given: [] if _is_source(given) else [given["tensor"]],
     ),
     "all_gather": _Shape(_one("tensor"), _all("tensor_list")),
+    "all_gather_into_tensor": _Shape(_one("input_tensor"), _one("output_tensor")),
+    "all_gather_single": _Shape(_one("input_tensor"), _one("output_tensor")),  # its name since PyTorch 2.13
     "all_to_all": _Shape(_all("input_tensor_list"), _all("output_tensor_list")),
     "all_to_all_single": _Shape(_one("input"), _one("output")),
     "isend": _Shape(_one("tensor"), _nothing),
@@ -142,7 +144,9 @@ class Communicators:
 
     def replacements(self) -> dict[str, _Function]:
         """Give the functions to put in the place of those of ``torch.distributed``, by name."""
-        return {name: self._replacement(name, shape) for name, shape in _SHAPES.items()}
+        return {
+            name: self._replacement(name, shape) for name, shape in _SHAPES.items() if hasattr(c10d, name)
+        }
 
     def _replacement(self, name: str, shape: _Shape) -> _Function:
         original = getattr(c10d, name)

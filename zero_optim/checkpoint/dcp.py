@@ -297,8 +297,8 @@ class RowsToSave(Tensor):
         """Run a function of PyTorch; TypeError for a copy to a tensor that would be taken for the whole."""
         if func is Tensor.copy_ and not isinstance(args[0], cls):
             raise TypeError(
-                "rows of a cut parameter's state cannot be staged by this stager, which would save them as a "
-                "whole tensor: use dcp.save, checkpoint.save_async, or an optimizer built with cuts=False"
+                "this stager would save the rows that one rank owns of a parameter's state as if they were "
+                "the whole tensor: use dcp.save, checkpoint.save_async, or an optimizer built with cuts=False"
             )
         run: Any = super().__torch_function__
         result = run(func, types, args, kwargs or {})

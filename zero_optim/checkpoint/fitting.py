@@ -65,7 +65,7 @@ def check_fit(reader: CheckpointReader, objects: Objects) -> list[str]:
 def _wrong_names(what: str, saved: Iterable[str], present: Iterable[str]) -> list[str]:
     saved, present = dict.fromkeys(saved), dict.fromkeys(present)
     lost = [f"{what} {name} is not in the checkpoint" for name in present if name not in saved]
-    return lost + [f"{what} {name} of the checkpoint is not there" for name in saved if name not in present]
+    return lost + [f"{what} {name} is only in the checkpoint" for name in saved if name not in present]
 
 
 def _wrong_model(reader: CheckpointReader, objects: Objects) -> list[str]:
@@ -86,12 +86,10 @@ def _wrong_optimizer(
     names = _names_in(objects, optimizer, about)
     if names.named and not about["named"]:
         saved, present = [len(g["names"]) for g in about["groups"]], [len(g) for g in names.groups]
-        return [
-            f"the checkpoint knows parameters by place and has groups of {saved}, here they have {present}"
-        ]
+        return [f"the checkpoint has no parameter names, and groups of {saved} parameters, not of {present}"]
     if about["named"] and not names.named:
         fix = "give the model as well, or build the optimizer from model.named_parameters()"
-        return [f"the checkpoint knows parameters by name, and this optimizer knows no names: {fix}"]
+        return [f"the checkpoint keeps parameters by name, and this optimizer has no names: {fix}"]
     wrong = _wrong_names("parameter", [n for group in about["groups"] for n in group["names"]], names.param)
     shaped = optimizer.core.shaped_entries(names.param.values())
     for name, param in names.param.items():

@@ -1,4 +1,30 @@
-"""The manifest: a JSON file that says what a checkpoint holds and where, and completes the checkpoint."""
+"""The manifest: a JSON file that says what a checkpoint holds and where, and completes the checkpoint.
+
+Note [The manifest]
+    Two lines of JSON. The first is ``{"format": "zero_optim checkpoint", "version": 2, "crc32": …}``, with
+    the CRC-32 of the second line without its line end, and ``number``. The second is an object:
+
+    - ``number`` orders checkpoints beside each other; ``time_ns`` of completion, nanoseconds since 1970;
+      ``world_size``; ``software``: versions of ``zero_optim`` and ``torch``
+    - ``files``: rows of name, rank, length in bytes, length and CRC-32 of what comes before the first tensor
+    - ``entries``: key -> dtype (null for bytes), shape, chunks: offsets and sizes of the part of the tensor,
+      number of the file, first byte, length, CRC-32. A chunk is of one rank, and of at most 4 MiB
+    - ``values``: key -> packed value; ``paths``: of keys that ``dcp.save`` wrote, in the nested dict
+
+    A packed value is a pair of a kind and a body. ``plain``: a JSON value, or an object of one entry for what
+    JSON lacks (``float`` for infinity and NaN, ``complex``, ``bytes`` in hexadecimal, ``dtype``, ``device``).
+    ``tensor``: the key of its entry and its strides. ``dict``, ``ordered``, ``counter``: pairs of a plain key
+    and a packed value. ``list``, ``tuple``: packed values. ``array`` (numpy): a packed tensor. ``sparse``:
+    shape, indices, values. ``subclass``: module and name, attributes, tensor. ``wrapper``: module and name,
+    context, shape, strides, pairs of attribute and packed tensor.
+
+    Keys of values: ``model`` (a state dict without wrappers); ``optimizer``, not packed: ``named`` (false if
+    names are places, ``#GROUP.PLACE``), ``groups`` (rows of ``names`` and packed ``options``), ``params``
+    (name -> dtype and shape, where known); ``optimizer/state/NAME``; ``optimizer/everywhere``: state of no
+    parameter; ``scheduler``, ``scaler``, ``extra``; ``random/RANK``: states of ``python``, ``numpy``,
+    ``torch``, ``cuda``. A tensor's key starts with that of its value; parts are separated by ``/`` and
+    percent-encoded.
+"""
 
 import json
 import math
@@ -60,7 +86,7 @@ class Chunk:
     def __post_init__(self) -> None:
         """Prove that they are numbers."""
         numbers = (*self.offsets, *self.sizes, self.start, self.nbytes, self.crc32)
-        _check_numbers("what says where a chunk lies", numbers)
+        _check_numbers("the place of a chunk", numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +108,9 @@ class Entry:
             if any(end > size for end, size in zip(ends, self.shape, strict=True)):
                 raise ValueError(f"a chunk at {chunk.offsets} of {chunk.sizes} outside shape {self.shape}")
         if self.dtype is not None and sum(math.prod(c.sizes) for c in self.chunks) != math.prod(self.shape):
-            raise ValueError(f"the chunks of a tensor of shape {self.shape} have other elements than it has")
+            raise ValueError(
+                f"the chunks of a tensor of shape {self.shape} do not have as many elements as it"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -101,12 +129,12 @@ class DataFile:
 
     def __post_init__(self) -> None:
         """Prove that they are numbers."""
-        _check_numbers("what says how a file lies", astuple(self))
+        _check_numbers("the place of a file's tensors", astuple(self))
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A complete checkpoint, with the fields of docs/checkpoints.md; `checkpoint.values` packs the values."""
+    """A complete checkpoint: Note [The manifest]; `checkpoint.values` packs the values."""
 
     time_ns: int
     world_size: int
@@ -176,10 +204,10 @@ class Manifest:
         if zlib.crc32(body.encode()) != head["crc32"]:
             raise ValueError("its checksum is wrong")
         if len(body) > _MANY and body.count("[") + body.count("{") > len(body) // 5:
-            raise ValueError("it is made of lists with nothing in them, which need much memory")
+            raise ValueError("it has too many empty lists, which would fill the memory")
         content = json.loads(body)
         if _head_line(body, content["number"]) != head_line:
-            raise ValueError("its first line, which no checksum covers, is not what the second one asks for")
+            raise ValueError("its first line does not belong to the second")
         names, entries = [name for name, *_ in content["files"]], {}
         for key, (dtype, shape, rows) in content["entries"].items():
             chunks = [Chunk(tuple(o), tuple(s), names[file], *rest) for o, s, file, *rest in rows]
@@ -198,7 +226,7 @@ def _head_of(line: str | bytes) -> dict[str, Any]:
     head = json.loads(line)
     if isinstance(head, dict) and head.get("format") == FORMAT:
         return head
-    raise ValueError("it is none of zero_optim's")
+    raise ValueError("it is no manifest of zero_optim")
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from zero_optim.comm.backends import devices_of
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh
-from zero_optim.dtensor.placement import chunk_pieces, chunks_of, is_dtensor, local_rows
+from zero_optim.dtensor.placement import chunks_of, is_dtensor, local_rows
 from zero_optim.health.watchdog import patient, watching
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Pieces
@@ -108,8 +108,8 @@ class Objects:
         for name, param in self.model.named_parameters() if self.model is not None else ():
             if is_freed(param) and param not in known:
                 raise ValueError(
-                    f"{name} is on its owners alone, as the model is fully sharded: give the optimizer "
-                    "too, which knows them"
+                    f"each rank has only a part of {name}, as the model is fully sharded: pass optimizer= "
+                    "too, which knows the parts"
                 )
         if self.model is not None and self.optimizer is not None:
             self.optimizer.core.check_weights()  # those that are saved must be those that train
@@ -127,7 +127,7 @@ class Objects:
         for name, param in named:
             if not is_dtensor(param):
                 continue
-            mesh, _, dim = chunks = chunks_of(param, name)
+            mesh, _, dim, rows = chunks_of(param, name)
             if dim != 0 or mesh.ndim > 1:
                 raise ValueError(
                     f"{name} has placements {param.placements} on {mesh}: zero_optim.checkpoint takes rows "
@@ -135,7 +135,6 @@ class Objects:
                 )
             if param not in first:
                 stands_in = shown_when_freed(param.shape, param.dtype, param.device)
-                rows = chunk_pieces(param, chunks, mesh.size())
                 first[param] = HeldRows(stands_in, local_rows(param), rows)
             self.held[name] = first[param]
 

@@ -39,12 +39,12 @@ from zero_optim.checkpoint.values import kinds_in, tensors_in, unpack, without_a
 from zero_optim.errors import CheckpointError, StateMismatchError
 from zero_optim.plan.partition import assign_owners
 
-FORMATS = ("torch", "torch-names", "dcp")
+FORMATS = ("torch", "torch-names", "dcp", "zero-optim")
 _OBJECTS = {"array", "class", "deque", "enum", "object"}  # kinds of values that are read by running code
 _SUBCLASSES = {"sparse", "subclass", "wrapper"}
 
 
-def _check_output(source: Path, out: Path) -> None:
+def _check_output(source: Path, out: Path, *, force: bool) -> None:
     if not source.exists():
         return  # reading it raises the error
     for place in {out.resolve(), out.parent.resolve() / out.name}:
@@ -52,18 +52,20 @@ def _check_output(source: Path, out: Path) -> None:
             if folder.exists() and folder.samefile(source):
                 what = "the source itself" if folder == place else f"inside the source {source}"
                 raise ValueError(f"{out} is {what}, which it would damage: name another place")
+    if not force and (out.is_symlink() or out.exists()):
+        raise ValueError(f"{out} exists: name another place, or pass --force (force=True) to replace it")
 
 
-def consolidate(source: Path, out: Path, *, weights: bool = False) -> None:
+def consolidate(source: Path, out: Path, *, weights: bool = False, force: bool = False) -> None:
     """Write the optimizer's whole state, in the format of ``torch.optim``, or the weights, to one file.
 
-    ``out`` ends in ``.pt``, or ``.safetensors`` for weights; a link is replaced. CheckpointError if the
-    checkpoint is damaged or ``out`` cannot be written, StateMismatchError if it lacks the section, ValueError
-    for a wrong ``out``.
+    ``out`` ends in ``.pt``, or ``.safetensors`` for weights; ``force`` replaces a file or link.
+    CheckpointError if the checkpoint is damaged or ``out`` cannot be written, StateMismatchError if it lacks
+    the section, ValueError for a wrong ``out``.
     """
-    _check_output(source, out)
     if (out.is_symlink() or out.exists()) and not out.is_file():
         raise ValueError(f"{out} is no regular file: name one that may be made or replaced")
+    _check_output(source, out, force=force)
     reader = CheckpointReader(source.absolute())
     wanted = MODEL if weights or out.suffix == ".safetensors" else OPTIMIZER
     values = reader.manifest.values
@@ -135,20 +137,32 @@ def _open(path: Path, names: Sequence[str] | None = None) -> Source:
     return of_reader(reader)
 
 
-def convert(source: Path, out: Path, to: str, names: Sequence[str] | None = None) -> None:
-    """Write a checkpoint in the format of another library, for which ``out`` must not exist yet.
+def convert(
+    source: Path,
+    out: Path,
+    to: str,
+    names: Sequence[str] | None = None,
+    *,
+    world_size: int = 1,
+    force: bool = False,
+) -> None:
+    """Write a checkpoint of one library in the format of another.
 
     The source is a checkpoint of `save`, ``dcp.save`` or DeepSpeed, or a file of ``torch.save``. ``to`` is
-    "torch", a file with state by index, "torch-names", by name, or "dcp", a folder. ``names`` are the
-    optimizer's, if the source lacks them. CheckpointError if the source is damaged or ``out`` cannot be
-    written; StateMismatchError if the format cannot carry all of it; ValueError if ``out`` exists.
+    "torch", a file with state by index, "torch-names", by name, "dcp", a folder, or "zero-optim", a
+    checkpoint as ``world_size`` ranks save it. ``names`` are the optimizer's, if the source lacks them.
+    CheckpointError if the source is damaged or ``out`` cannot be written; StateMismatchError if the format
+    cannot carry all of it; ValueError if ``out`` exists, unless ``force`` replaces a file or checkpoint.
     """
     if to not in FORMATS:
         raise ValueError(f"expected a format of {', '.join(FORMATS)}, got {to!r}")
+    if to == "zero-optim":
+        reshard(source, out, world_size, names, force=force)
+        return
     own_folder(out)
-    _check_output(source, out)
-    if out.is_symlink() or out.exists():
-        raise ValueError(f"{out} exists, and is not overwritten: name another place, or remove it")
+    _check_output(source, out, force=force)
+    if out.is_dir() or (to == "dcp" and out.exists()):
+        raise ValueError(f"{out} exists, and only a file is replaced by a file: remove it first")
     content = _open(source, names)
     _check_kinds(content, _OBJECTS if to.startswith("torch") else _OBJECTS | _SUBCLASSES)
     with blamed_on(source):
@@ -181,12 +195,17 @@ def _check_kinds(source: Source, refused: set[str]) -> None:
             )
 
 
-def reshard(source: Path, out: Path, world_size: int, names: Sequence[str] | None = None) -> None:
-    """Write a checkpoint, or what `convert` reads, as that many ranks without cuts would have written it."""
+def reshard(
+    source: Path, out: Path, world_size: int, names: Sequence[str] | None = None, *, force: bool = False
+) -> None:
+    """Write a checkpoint, or what `convert` reads, as that many ranks without cuts would have written it.
+
+    ``force`` replaces a checkpoint.
+    """
     if world_size < 1:
         raise ValueError(f"expected a world size of at least 1, got {world_size}")
     own_folder(out)
-    _check_output(source, out)
+    _check_output(source, out, force=force)
     content = _open(source, names)
     with blamed_on(source):
         owner_of = _owners(content, world_size)

@@ -17,7 +17,7 @@ Note [Devices of a group]
 import re
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,7 @@ class Transport:
     ``most_lanes``: groups side by side that one user gains by. ``is_tree``: broadcasts go along a tree, else
     a chain. ``cuts_by_timeout``: a receive that times out breaks the group's connections.
     ``shares_host_memory``: between ranks of one host its CPU tensors may go through memory, with its bits.
+    ``row_nbytes``: of a message, from which on time grows with its bytes.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Transport:
     is_tree: ClassVar[bool] = False
     cuts_by_timeout: ClassVar[bool] = False
     shares_host_memory: ClassVar[bool] = False
+    row_nbytes: ClassVar[int] = 2**20
 
     @property
     def late_on(self) -> torch.device | None:
@@ -75,9 +77,9 @@ class Transport:
         return False
 
     @property
-    def exchanges(self) -> Literal["lists", "bytes", "pairs"]:
-        """How ranks exchange pieces: as lists of tensors, one tensor of bytes, or sends in pairs."""
-        return "lists"
+    def sends_pairs(self) -> bool:
+        """Whether ranks exchange tensors by sends in pairs, else by one all-to-all."""
+        return False
 
     @property
     def waits_on_host(self) -> bool:
@@ -89,6 +91,7 @@ class _Gloo(Transport):
     __slots__ = ()
     most_lanes = 8
     is_tree = cuts_by_timeout = shares_host_memory = True
+    row_nbytes = 2**18
 
     @property
     def late_on(self) -> None:
@@ -100,8 +103,8 @@ class _Gloo(Transport):
         return self.device.type == "cpu" and not is_asynchronous(self.device)
 
     @property
-    def exchanges(self) -> Literal["bytes", "pairs"]:
-        return "pairs" if self.device.type == "cpu" else "bytes"
+    def sends_pairs(self) -> bool:
+        return self.device.type == "cpu"
 
     @property
     def waits_on_host(self) -> bool:

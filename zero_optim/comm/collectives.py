@@ -53,9 +53,12 @@ from zero_optim.host.messages import OneHost, can_sum
 from zero_optim.host.several_hosts import SeveralHosts
 
 RELEASED = (
-    "the process group was let go by detach(): call rebind(), on all ranks of a new one. What was made for "
-    "the one before, such as comm hooks, has to be made again"
+    "detach() has released the process group: call rebind() on all ranks of a new one. Create again what "
+    "belonged to the old group, such as comm hooks"
 )
+
+# Its name of PyTorch 2.13, or the one before, which warns since.
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
 class _Released:
@@ -188,28 +191,42 @@ class RankGroup:
         transport = self.transport(device)
         return Work(self.works, self.phase, about, late_on=transport.late_on, polls=transport.waits_on_host)
 
-    def broadcast_rows(self, rows: Iterable[tuple[int, Tensor]], about: str = "") -> list[Waitable]:
-        """Start broadcasts of (owner, 1-D tensor) pairs on a device; all ranks call: Note [Rows at once]."""
-        if not (listed := list(rows) if self.size > 1 else []):
+    def broadcast_rows(
+        self, rows: Iterable[tuple[int, Tensor]], about: str = "", heads: Tensor | None = None
+    ) -> list[Waitable]:
+        """Start broadcasts of (owner, 1-D tensor) pairs on a device; all ranks call: Note [Rows at once].
+
+        ``heads``: a short row of bytes for each rank on that device, gathered beside, in place.
+        """
+        listed = list(rows) if self.size > 1 else []
+        if self.size == 1 or not (listed or heads is not None):
             return []
-        device = listed[0][1].device
+        device = listed[0][1].device if heads is None else heads.device
         memory, work = self.shared_memory(device), self.begin_work(about, device)
+        if memory is not None and heads is not None:
+            listed = [*enumerate(heads.unbind()), *listed]
         with work.starting():
             if memory is not None:
                 handles: list[Any] = [memory.spread_rows(listed)]
                 self.phase.sent(handles[0].nbytes, len(listed))
-            elif len(listed) < 2 or not coalesces(self.process_group, device):
-                started = [self._broadcast(row, owner) for owner, row in listed]
-                handles = [handle for handle in started if handle is not None]
+            elif len(listed) + (heads is not None) < 2 or not coalesces(self.process_group, device):
+                handles = [each for each in self._start_rows(listed, heads) if each is not None]
             else:
                 with coalesced(self.process_group, device) as handles:
-                    for owner, row in listed:
-                        self._broadcast(row, owner)
+                    self._start_rows(listed, heads)
         if memory is None:
             is_tree, size, rank = self.transport(device).is_tree, self.size, self.rank
             counts = (broadcast_nbytes(r.nbytes, (rank - o) % size, size, is_tree=is_tree) for o, r in listed)
-            self.phase.sent(sum(counts), len(handles))
+            of_heads = 0 if heads is None else heads.nbytes - heads[0].nbytes
+            self.phase.sent(sum(counts) + of_heads, len(handles))
         return [work.take(*handles)]
+
+    def _start_rows(self, rows: Iterable[tuple[int, Tensor]], heads: Tensor | None) -> list[dist.Work | None]:
+        started = [] if heads is None else [self._gather_into(heads.view(-1), heads[self.rank])]
+        return [*started, *(self._broadcast(row, owner) for owner, row in rows)]
+
+    def _gather_into(self, flat: Tensor, mine: Tensor) -> Any:  # noqa: ANN401 - a handle of the backend
+        return getattr(dist, GATHER)(flat, mine, group=self.process_group, async_op=True)
 
     def _broadcast(self, tensor: Tensor, source: int) -> dist.Work | None:
         # As bytes, because no backend knows every dtype (gloo lacks float8, NCCL lacks int16).
@@ -303,17 +320,17 @@ class RankGroup:
 
     def start_all_gather(self, mine: Tensor, about: str = "") -> Pending[Tensor]:
         """Start `all_gather_rows` in a group of several."""
-        gathered = mine.new_empty(self.size, mine.numel())
+        flat = mine.new_empty(self.size * mine.numel())
+        gathered = flat.view(self.size, -1)
         self.phase.sent((self.size - 1) * mine.nbytes)
         memory, work = self.one_host(mine.device), self.begin_work(about, mine.device)
-        rows = list(gathered.unbind())
         handle: Any
         with work.starting():
             if memory is not None:
-                rows[self.rank].copy_(mine)
-                handle = memory.spread_rows(list(enumerate(rows)))
+                gathered[self.rank].copy_(mine)
+                handle = memory.spread_rows(list(enumerate(gathered.unbind())))
             else:
-                handle = dist.all_gather(rows, mine, group=self.process_group, async_op=True)
+                handle = self._gather_into(flat, mine)
         return Pending([work.take(handle)], lambda _: gathered, [gathered])
 
 

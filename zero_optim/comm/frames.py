@@ -9,6 +9,7 @@ from torch import Tensor
 T = TypeVar("T", bound=Hashable)
 
 SHORT = 47  # bytes: a digest
+_MANY = 128  # ranks, which are no longer all named
 _FEW = 256  # bytes, which are copied one by one in a fifth of the time
 
 
@@ -24,7 +25,9 @@ def unframed(frames: Sequence[bytes]) -> list[bytes] | None:
 
 
 def ranks_text(ranks: Sequence[int], noun: str = "rank") -> str:
-    """Name ranks, or replicas: "rank 1", "ranks 0, 2"."""
+    """Name ranks, or replicas: "rank 1", "ranks 0, 2"; of very many the first and their number."""
+    if len(ranks) > _MANY:
+        return f"{noun}s {', '.join(map(str, ranks[:8]))} and {len(ranks) - 8} more"
     return f"{noun}{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 

@@ -165,4 +165,6 @@ def num_started(lane: RankGroup) -> int:
 
 def _new_group(group: RankGroup, backend: str, name: str) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group.process_group)
-    return make_together(group, ranks, backend, name, "no process groups could be made beside the one given")
+    return make_together(
+        group, ranks, backend, name, "could not create more process groups of the same ranks"
+    )

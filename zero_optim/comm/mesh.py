@@ -80,7 +80,8 @@ def _make_everyone(ranks: list[int], inner: RankGroup, across: RankGroup) -> Ran
 
 def agree_between_replicas(everyone: RankGroup, items: Sequence[str]) -> None:
     """Check that the replicas' optimizers are equal; all ranks of the mesh call. Raises as `agree`."""
-    hint = "Replicas must plan alike: build the optimizers with cuts=False, or on equal machines"
+    hint = "All replicas must divide parameters in the same way: build the optimizers with cuts=False, or on "
+    hint += "equal machines"
     agree(everyone, items, "the optimizers of the replicas", {"parameter": hint})
 
 
@@ -88,6 +89,6 @@ def make_over(ranks: Sequence[int], inner: RankGroup, across: RankGroup) -> Rank
     """Make a process group of all ranks of a mesh. All call; communicates."""
     token = across.all_gather_fixed(secrets.token_hex(8).encode())[0]
     token = inner.all_gather_fixed(token)[0]  # that of the first rank of all
-    name, what = f"zero_optim:{token.decode()}", "no process group of the whole mesh could be made"
+    name, what = f"zero_optim:{token.decode()}", "could not create a process group of the whole mesh"
     process_group = make_together(inner, ranks, inner.data_backend, name, what)
     return RankGroup.of(process_group, inner.data_devices).within(inner.phase.timeout)

@@ -2,18 +2,15 @@
 
 Note [gloo and CUDA]
     gloo's collectives copy CUDA tensors to the host; its `isend` and `irecv` take the pointer for host
-    memory. So gloo exchanges CUDA tensors by an all-to-all of one tensor of bytes; `send` and `recv` go
-    through the CPU.
+    memory. So gloo exchanges CUDA tensors by an all-to-all; `send` and `recv` go through the CPU.
 
 Note [Two ranks of many]
     For a single send NCCL makes a communicator of two ranks, of some hundred MiB, which stays. Sends started
     as one use the group's communicator, which all ranks make in the group's first call: that must be no send.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -22,8 +19,8 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.unended import SMALL, Paired
 from zero_optim.compat.autograd import coalesced, coalesces
-from zero_optim.compat.streams import HostCopy, recorded_event
-from zero_optim.flow.pending import AfterEvent, Pending, Waitable
+from zero_optim.compat.streams import HostCopy
+from zero_optim.flow.pending import Waitable
 
 Lanes = Sequence[RankGroup]
 Row = tuple[int, Tensor]  # 1-D, contiguous, and who sends it
@@ -32,86 +29,46 @@ _OF_HEADS = _PARTS + 1  # the tag of heads
 
 
 def exchange(
-    group: RankGroup,
-    pieces: Sequence[Tensor],
     lanes: Lanes,
+    sent: Tensor,
+    sizes: Sequence[int],  # what each rank gets of it
+    received: Tensor,
+    came: Sequence[int],  # what comes of each rank
+    tag: int = 0,
     about: str = "",
-    received: Sequence[Tensor] | None = None,
-) -> Pending[list[Tensor]]:
-    """Start sending one piece to each rank; the value is the received pieces, by rank. All ranks call.
+) -> Waitable:
+    """Start an all-to-all of parts of one 1-D tensor, which must not change until the wait; all ranks call.
 
-    ``pieces``: 1-D, contiguous, one dtype, the own one is not copied, and none may change until the wait.
-    ``received``: memory for them, without which pieces for one receiver have equal lengths.
-    ``lanes``: groups of the same ranks, one a sender, as one gloo group is not reliably full duplex.
+    Where sends go in pairs this rank's own part may stay where it is, with a length of 0 in ``came``, and
+    exchanges with different tags may start in any order. ``lanes``: groups of the same ranks, one a sender,
+    as one gloo group is not reliably full duplex.
     """
-    mine = pieces[group.rank]
-    into = [torch.empty_like(mine) for _ in pieces] if received is None else list(received)
-    into[group.rank] = mine
-    if group.size == 1:  # nothing is sent, and no handle orders the stream that waits behind this one
-        made = AfterEvent(mine.device, recorded_event(mine.device))
-        return Pending([made], lambda _: into, into)
-    lane = replace(lanes[0], phase=group.phase)  # it counts for whoever exchanges
-    memory = lane.one_host(mine.device)
-    work = lane.begin_work(about, mine.device)
-    how = lane.transport(mine.device).exchanges
-    handle: Waitable
-    with work.starting():
-        if memory is not None:
-            handle = memory.exchange(pieces, into)
-        elif how == "pairs":
-            _count_as_one(group, lanes)
-            others = [rank for rank in range(group.size) if rank != group.rank]
-            sends, receives = ([(rank, of_rank[rank]) for rank in others] for of_rank in (pieces, into))
-            handle = _start_paired(group, sends, receives, lanes)
-        else:
-            handle, into = _all_to_all(pieces, into, lane, as_bytes=how == "bytes")
-    group.phase.sent(sum(piece.nbytes for rank, piece in enumerate(pieces) if rank != group.rank))
-    return Pending([work.take(handle)], lambda _: into, (*pieces, *into))
-
-
-def _all_to_all(
-    pieces: Sequence[Tensor], received: list[Tensor], lane: RankGroup, *, as_bytes: bool
-) -> tuple[dist.Work, list[Tensor]]:
-    own, rank, process_group = pieces[lane.rank], lane.rank, lane.process_group
-    sent, into = ([*of[:rank], own[:0], *of[rank + 1 :]] for of in (pieces, received))
-    if as_bytes:  # Note [gloo and CUDA]
-        packed = torch.cat(sent).view(torch.uint8)
-        arrivals = torch.empty(sum(part.nbytes for part in into), dtype=torch.uint8, device=own.device)
-        there, back = ([part.nbytes for part in parts] for parts in (sent, into))
-        work = dist.all_to_all_single(arrivals, packed, back, there, group=process_group, async_op=True)
-        arrived = torch.split(arrivals.view(own.dtype), [part.numel() for part in into])
-        received = [*arrived[:rank], own, *arrived[rank + 1 :]]
-    else:
-        work = dist.all_to_all(into, sent, group=process_group, async_op=True)
-    assert isinstance(work, dist.Work)  # async_op=True on a member always returns a handle
-    return work, received
-
-
-def start_parts(
-    group: RankGroup, parts: Sequence[Sequence[Tensor]], lanes: Lanes, about: str = ""
-) -> tuple[Waitable, Callable[[Tensor], Pending[list[Tensor]]]]:
-    """Start sending parts to each rank; returns that handle, and what receives the next parts."""
-    lane, device = replace(lanes[0], phase=group.phase), parts[group.rank][0].device
+    lane, device = lanes[0], sent.device
+    rank, others = lane.rank, [rank for rank in range(lane.size) if rank != lane.rank]
     work = lane.begin_work(about, device)
-    tag = 1 + next(lane.works.tags) % _PARTS  # as parts of another exchange may be received in between
-    _count_as_one(group, lanes)
-    rounds = (list(enumerate(some)) for some in zip_longest(*parts))
-    sends = [
-        (rank, part) for some in rounds for rank, part in some if rank != group.rank and part is not None
-    ]
     with work.starting():
-        work.take(_start_paired(group, sends, (), lanes, tag))
-    group.phase.sent(sum(part.nbytes for _, part in sends))
+        if lane.transport(device).sends_pairs:
+            parts, arrivals = torch.split(sent, list(sizes)), torch.split(received, list(came))
+            if came[rank]:
+                arrivals[rank].copy_(parts[rank])
+            _count_as_one(lane, lanes)
+            sends, receives = ([(rank, of[rank]) for rank in others] for of in (parts, arrivals))
+            handle: Waitable = _start_paired(lane, sends, receives, lanes, tag)
+        else:  # as bytes, because no backend knows every dtype
+            there, back = ([length * sent.element_size() for length in of] for of in (sizes, came))
+            into, parcel = received.view(torch.uint8), sent.view(torch.uint8)
+            started = dist.all_to_all_single(
+                into, parcel, back, there, group=lane.process_group, async_op=True
+            )
+            assert started is not None  # async_op=True on a member always returns a handle
+            handle = started
+    lane.phase.sent(sent.element_size() * (sum(sizes) - sizes[rank]))
+    return work.take(handle)
 
-    def receive(own: Tensor) -> Pending[list[Tensor]]:
-        into = [own if rank == group.rank else torch.empty_like(own) for rank in range(group.size)]
-        others = ((rank, part) for rank, part in enumerate(into) if rank != group.rank)
-        coming = lane.begin_work(about, device)
-        with coming.starting():
-            coming.take(_start_paired(group, (), others, lanes, tag))
-        return Pending([coming], lambda _: into)
 
-    return work, receive
+def next_tag(lane: RankGroup) -> int:
+    """Return a tag for an exchange that another thread may start later; all ranks call in one order."""
+    return 1 + next(lane.works.tags) % _PARTS
 
 
 def spread_rows(

@@ -23,13 +23,14 @@ from zero_optim.compat.streams import is_capturing, recorded_event
 from zero_optim.errors import ZeroOptimError
 from zero_optim.flow.pending import AfterEvent, Waitable
 
+_BEFORE_PYTORCH = 0.9
 # How a work is named in messages, by its phase.
 _NOUNS = {
     "gather": "the gather",
     "reduce": "the reduction",
     "clip": "the norm for clip_grad_norm_()",
-    "agree": "an agreement",
-    "order": "an agreement on the order",
+    "agree": "an exchange between all ranks",
+    "order": "an exchange of the order of buckets",
     "state": "the exchange of optimizer state",
     "checkpoint": "the exchange of a checkpoint",
     "buffers": "the broadcast of the model's buffers",
@@ -59,8 +60,9 @@ class Work:
 
     @property
     def timeout(self) -> float:
-        """Return its limit."""
-        return self.group.limit if self.phase.timeout is None else self.phase.timeout
+        """Return its limit; on a device less than the group's, at which PyTorch may end the process."""
+        limit = self.group.limit if self.phase.timeout is None else self.phase.timeout
+        return limit if self.late_on is None else min(limit, _BEFORE_PYTORCH * self.group.limit)
 
     @property
     def text(self) -> str:

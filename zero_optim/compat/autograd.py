@@ -15,6 +15,7 @@ from abc import ABCMeta
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -200,7 +201,7 @@ def _apart(backend: str, timeout: timedelta) -> tuple[Any, torch.device | None]:
 
 def _changed(what: str) -> RuntimeError:
     return RuntimeError(
-        f"PyTorch {torch.__version__} gives {what}, so no process group can be made beside the one given: "
+        f"PyTorch {torch.__version__} gives {what}, so no further process group can be created: "
         f"use PyTorch {private.WORKS_WITH}, or a newer zero-optim"
     )
 
@@ -230,6 +231,7 @@ def coalesced(group: dist.ProcessGroup, device: torch.device) -> Iterator[list[d
         works.append(work)
 
 
+@cache  # once a process, and not on import: PyTorch's package brings its functional optimizers and sympy
 def register_with_pytorch(kind: type) -> None:
     """Register a class as PyTorch's ``ZeroRedundancyOptimizer``, for ``isinstance`` in public code."""
     with warnings.catch_warnings():

@@ -29,7 +29,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch._C.DisableTorchFunctionSubclass",
         "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     ),
-    "gradients of which each rank has its rows": (
+    "sharded gradients": (
         "torch.Tensor._make_wrapper_subclass",
         "torch._C._disabled_torch_function_impl",
     ),
@@ -46,8 +46,8 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch.optim.optimizer._global_optimizer_post_hooks",
     ),
     "process groups": (f"{_GROUP}._device_types", f"{_GROUP}._get_backend"),
-    "collectives that start as one": (f"{_GROUP}._start_coalescing", f"{_GROUP}._end_coalescing"),
-    "process groups of the library's own": (
+    "coalesced collectives": (f"{_GROUP}._start_coalescing", f"{_GROUP}._end_coalescing"),
+    "more process groups": (
         "torch.distributed.ProcessGroupGloo._set_default_timeout",
         f"{_C10D}._new_process_group_helper",
         f"{_C10D}._world",
@@ -66,8 +66,9 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch._C.Future",
     ),
     "broadcasting buffers": ("torch.distributed._broadcast_coalesced",),
-    "units from the meta device": ("torch.autograd._unsafe_preserve_version_counter",),
+    "models on the meta device": ("torch.autograd._unsafe_preserve_version_counter",),
     "rebind() of a wrapper": (f"{_DDP}._sync_module_states",),
+    "zero-optim estimate": ("torch.utils._python_dispatch.TorchDispatchMode",),
     "zero-optim convert --to dcp": ("torch.distributed.checkpoint.filesystem._StorageInfo",),
 }
 OPTIONAL = (  # the library does without them
@@ -100,13 +101,8 @@ INHERITED: dict[str, tuple[str, ...]] = {
         f"{_DDP}.DistributedDataParallel.{name}"
         for name in (
             "_check_sync_bufs_post_fwd",
-            "_clear_grad_buffer",
             "_comm_hooks",
             "_ddp_init_helper",
-            "_delay_all_reduce_all_params",
-            "_delay_all_reduce_params",
-            "_delay_grad_buffer",
-            "_delayed_all_reduce_hook",
             "_match_all_reduce_for_bwd_pass",
             "_match_unused_params_allreduce",
             "_module_parameters",

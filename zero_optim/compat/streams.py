@@ -169,20 +169,21 @@ def record_use(*tensors: Tensor) -> None:
                 accelerator.record_use(part)
 
 
-def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to memory from which a device copies beside the CPU; itself without streams."""
-    accelerator = accelerator_of(device)
-    return tensor if accelerator is None else accelerator.host_tensor(tensor).copy_(tensor)
-
-
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a small CPU tensor to a device. The CPU does not wait."""
-    return _pinned(tensor, device).to(device, non_blocking=is_asynchronous(device))
+    accelerator = accelerator_of(device)
+    if accelerator is None:
+        return tensor.to(device)
+    return accelerator.host_tensor(tensor).copy_(tensor).to(device, non_blocking=True)
 
 
 def copy_to(place: Tensor, tensor: Tensor) -> None:
     """Copy a small CPU tensor into a device tensor. The CPU does not wait."""
-    place.copy_(_pinned(tensor, place.device), non_blocking=is_asynchronous(place.device))
+    accelerator = accelerator_of(place.device)
+    if accelerator is None:
+        place.copy_(tensor)
+    else:
+        place.copy_(accelerator.host_tensor(tensor).copy_(tensor), non_blocking=True)
 
 
 def future_on(device: torch.device) -> torch.futures.Future[Tensor]:

@@ -23,7 +23,7 @@ from zero_optim.dtensor.moves import Form, RowMoves, Whole
 from zero_optim.dtensor.placement import Chunks, gradient_rows, local_rows, row_pieces
 from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import HELD_ROWS, HELD_WHOLE, Schedule
-from zero_optim.health.stamp import Send
+from zero_optim.health.stamp import Header
 from zero_optim.plan.layout import whole
 from zero_optim.plan.pieces import Pieces
 from zero_optim.shard.bucket import Bucket
@@ -79,17 +79,13 @@ class HeldBucket(Bucket):
             each = zip(shapes, chunks, owners, strict=True)
             forms = [Form(shape, cut.dim, owner) for shape, cut, owner in each]
             self._moves = RowMoves(group, forms, self.dtype, self.device)
+            self.nbytes_to_gather = self._moves.nbytes()
             self.release()
         else:
             self.open()
 
     def run_by(self, recipe: Schedule) -> None:
         """Do nothing: whoever keeps the rows has its own recipe."""
-
-    @property
-    def nbytes_to_gather(self) -> int:
-        """Extra bytes while rows are sent."""
-        return 0 if self._moves is None else self._moves.nbytes()
 
     def open(self) -> None:
         """Look for this rank's rows and gradients; TypeError if a gradient is placed in another way."""
@@ -140,13 +136,13 @@ class HeldBucket(Bucket):
         """Return the gradients of what this rank steps of it."""
         return {param: self._leaves.grads.get(param) for param in self.params}
 
-    def start_to_holders(self, send: Send | None) -> Pending[None]:
-        """Start to send rows of the owned parameters back, with stamps."""
+    def start_to_holders(self, header: Header | None) -> Pending[None]:
+        """Start to send rows of the owned parameters back, with a header."""
         assert self._moves is not None
         if self.is_coming:  # a step that failed did not ask for it
             self.take_arrived()
         wholes = {number: self._leaves.values[self.params[number]] for number in self._moves.owned}
-        pending = self._moves.start_to_holders(wholes, list(map(local_rows, self.params)), send)
+        pending = self._moves.start_to_holders(wholes, list(map(local_rows, self.params)), header)
         self.release()
         torch.autograd.graph.increment_version(self.params)
         return pending
@@ -197,7 +193,7 @@ def make_held_buckets(
     cap_nbytes: int,
 ) -> list[HeldBucket]:
     """Make the buckets of the DTensors among parameters; owners still have to `HeldBucket.fetch`."""
-    rows = row_pieces(held, group.size)
+    rows = row_pieces(held)
     in_place: dict[object, list[int]] = {}
     moved: dict[object, list[int]] = {}
     for index, param in enumerate(params):

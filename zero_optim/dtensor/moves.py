@@ -8,7 +8,7 @@
 Each message has a head: some bytes that a rank tells every other one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -20,8 +20,8 @@ from zero_optim.comm.sending import exchange
 from zero_optim.compat import private
 from zero_optim.compat.streams import HostCopy, to_device
 from zero_optim.dtensor.placement import shape_here, spans
-from zero_optim.flow.pending import Pending
-from zero_optim.health.stamp import STAMP_NBYTES, Send
+from zero_optim.flow.pending import Pending, Waitable
+from zero_optim.health.stamp import STAMP_NBYTES, Arrival, Header
 
 _ALIGNMENT = 16  # bytes, which are a multiple of every dtype's
 Whole: TypeAlias = dict[int, Tensor]  # what this rank owns, by number
@@ -68,95 +68,88 @@ class RowMoves:
 
         What is None comes with any values. The CPU waits for the heads.
         """
-        group, (rank, size) = self._group.during("reduce"), (self._group.rank, self._group.size)
-        behind = -(-len(head) // _ALIGNMENT) * _ALIGNMENT
-        pieces, places, rows = list[Tensor](), list[Tensor](), list[Tensor]()
-        for owned in self._owned:
-            piece, parts = self._new(behind, [self._shapes[i][rank] for _ in sets for i in owned])
-            pieces.append(piece)
-            chosen = [some[i] for some in sets for i in owned]
-            places += [place for place, each in zip(parts, chosen, strict=True) if each is not None]
-            rows += [each for each in chosen if each is not None]
-        with torch.no_grad():
-            _copy(places, rows)
-        octets = to_device(bytes_to_tensor(head), self._sent_from)
-        for piece in pieces:
-            piece[: len(head)] = octets
-        into = [
-            self._new(behind, [self._shapes[i][source] for _ in sets for i in self.owned])
-            for source in range(size)
-        ]
+        group, ranks = self._group.during("reduce"), range(self._group.size)
+        rank, owned = group.rank, self.owned
+        sent = self._new(len(head), [[self._shapes[i][rank] for _ in sets for i in of] for of in self._owned])
+        came = self._new(
+            len(head), [[self._shapes[i][source] for _ in sets for i in owned] for source in ranks]
+        )
+        rows = [some[i] for of_rank in self._owned for some in sets for i in of_rank]
+        pairs = [pair for pair in zip(sent.parts, rows, strict=True) if pair[1] is not None]
+        _copy([place for place, _ in pairs], [each for _, each in pairs if each is not None])
+        _copy(sent.heads, [to_device(bytes_to_tensor(head), self._sent_from)] * group.size)
 
-        def end(works: list[list[Tensor]]) -> tuple[list[bytes], list[Whole]]:
-            (received,) = works
-            heads = torch.stack([piece[: len(head)] for piece in received])
-            parts = [
-                self._parts(piece, behind, [self._shapes[i][source] for _ in sets for i in self.owned])
-                for source, piece in enumerate(received)
-            ]
-            wholes = []
+        def end(_: object) -> tuple[list[bytes], list[Whole]]:
+            parts, wholes = iter(came.parts), [Whole() for _ in sets]
+            of_rank = [[[next(parts) for _ in owned] for _ in sets] for _ in ranks]
             for number in range(len(sets)):
-                first = number * len(self.owned)
-                joined = [
-                    torch.cat([of_rank[first + place] for of_rank in parts], self._forms[i].dim)
-                    for place, i in enumerate(self.owned)
-                ]
-                wholes.append({i: t.to(self._device) for i, t in zip(self.owned, joined, strict=True)})
-            return [tensor_to_bytes(each) for each in group.read(HostCopy(heads))], wholes
+                for place, i in enumerate(owned):
+                    joined = torch.cat(
+                        [of_rank[source][number][place] for source in ranks], self._forms[i].dim
+                    )
+                    wholes[number][i] = joined.to(self._device)
+            heads = group.read(HostCopy(torch.stack(came.heads)))
+            return [tensor_to_bytes(each) for each in heads], wholes
 
-        started = exchange(group, pieces, (group,), "rows for owners", [piece for piece, _ in into])
-        return Pending([started], end)
+        return Pending([self._exchange(group, sent, came, "rows for owners")], end, [sent.flat, came.flat])
 
     def start_to_holders(
-        self, wholes: Mapping[int, Tensor], rows: Sequence[Tensor], send: Send | None = None
+        self, wholes: Whole, rows: Sequence[Tensor], header: Header | None = None
     ) -> Pending[None]:
-        """Start to send what this rank owns, by number, into the ``rows`` of its holders, with a stamp."""
-        group, (rank, size) = self._group.during("gather"), (self._group.rank, self._group.size)
-        behind = STAMP_NBYTES
-        pieces, places, parts = list[Tensor](), list[Tensor](), list[Tensor]()
-        for holder in range(size):
-            piece, into = self._new(behind, [self._shapes[i][holder] for i in self.owned])
-            pieces.append(piece)
-            places += into
-            for i in self.owned:
-                form = self._forms[i]
-                start, stop = spans(form.shape[form.dim], size)[holder]
-                parts.append(wholes[i].detach().narrow(form.dim, start, stop - start))
-        with torch.no_grad():
-            _copy(places, parts)
-        heads = torch.zeros(size, behind, dtype=torch.uint8, device=self._sent_from)
-        take = None if send is None else send(list(enumerate(heads.unbind())), rank)
-        for piece in pieces:
-            piece[:behind] = heads[rank]
-        shapes = [[self._shapes[i][rank] for i in owned] for owned in self._owned]
-        received = [self._new(behind, of_owner)[0] for of_owner in shapes]
+        """Start to send what this rank owns, by number, into the ``rows`` of its holders, with a header."""
+        group, ranks = self._group.during("gather"), range(self._group.size)
+        rank, owned = group.rank, self.owned
+        sent = self._new(STAMP_NBYTES, [[self._shapes[i][holder] for i in owned] for holder in ranks])
+        came = self._new(STAMP_NBYTES, [[self._shapes[i][rank] for i in of_rank] for of_rank in self._owned])
+        parts = []
+        for holder in ranks:
+            for i in owned:
+                shape, dim, _ = self._forms[i]
+                start, stop = spans(shape[dim], group.size)[holder]
+                parts.append(wholes[i].detach().narrow(dim, start, stop - start))
+        _copy(sent.parts, parts)
+        if header is not None:
+            mine = header.written(group.size, rank, self._sent_from)[rank]
+            _copy(sent.heads, [mine] * group.size)
 
-        def end(works: list[list[Tensor]]) -> None:
-            (arrived,) = works
-            here, there = list[Tensor](), list[Tensor]()
-            for owner, piece in enumerate(arrived):
-                heads[owner] = piece[:behind]
-                here += [rows[i] for i in self._owned[owner]]
-                there += self._parts(piece, behind, shapes[owner])
-            with torch.no_grad():
-                _copy(here, there)
-            if take is not None:
-                take()
+        def end(_: object) -> None:
+            _copy([rows[i] for of_rank in self._owned for i in of_rank], came.parts)
+            if header is not None:
+                header.take(Arrival(torch.stack(came.heads), header.mine))
 
-        return Pending([exchange(group, pieces, (group,), "rows for their holders", received)], end)
+        work = self._exchange(group, sent, came, "rows for their holders")
+        return Pending([work], end, [sent.flat, came.flat])
 
-    def _new(self, behind: int, shapes: Sequence[torch.Size]) -> tuple[Tensor, list[Tensor]]:
-        """Make a message with room for a head, and the views of what lies behind it."""
-        nbytes = behind + self._dtype.itemsize * sum(shape.numel() for shape in shapes)
-        piece = torch.empty(nbytes, dtype=torch.uint8, device=self._sent_from)
-        return piece, self._parts(piece, behind, shapes)
+    def _new(self, head_nbytes: int, shapes: Sequence[Sequence[torch.Size]]) -> "_Message":
+        """Make memory for what all ranks get or send: for each a head, then parts of these shapes."""
+        behind = -(-head_nbytes // _ALIGNMENT) * _ALIGNMENT
+        sizes = [self._dtype.itemsize * sum(shape.numel() for shape in of_rank) for of_rank in shapes]
+        sizes = [behind + -(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._sent_from)
+        heads, parts = list[Tensor](), list[Tensor]()
+        for piece, of_rank in zip(torch.split(flat, sizes), shapes, strict=True):
+            heads.append(piece[:head_nbytes])
+            at = behind
+            for shape in of_rank:
+                end = at + shape.numel() * self._dtype.itemsize
+                parts.append(piece[at:end].view(self._dtype).view(shape))
+                at = end
+        return _Message(flat, sizes, heads, parts)
 
-    def _parts(self, piece: Tensor, behind: int, shapes: Sequence[torch.Size]) -> list[Tensor]:
-        numels = [shape.numel() for shape in shapes]
-        flat = torch.split(piece[behind:].view(self._dtype), numels) if numels else ()
-        return [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
+    def _exchange(self, group: RankGroup, sent: "_Message", came: "_Message", about: str) -> Waitable:
+        return exchange((group,), sent.flat, sent.sizes, came.flat, came.sizes, about=about)
 
 
+class _Message(NamedTuple):
+    """What goes to all ranks, or comes of them; ``sizes`` and ``heads`` by rank, ``parts`` in order."""
+
+    flat: Tensor  # in bytes
+    sizes: list[int]
+    heads: list[Tensor]
+    parts: list[Tensor]
+
+
+@torch.no_grad()
 def _copy(places: list[Tensor], values: list[Tensor]) -> None:
     if places:
         private.foreach_copy_(places, values)

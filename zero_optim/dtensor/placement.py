@@ -36,6 +36,7 @@ class Chunks(NamedTuple):
     mesh: "DeviceMesh"
     mesh_dim: int
     dim: int
+    pieces: Pieces  # each rank's chunk, without ranks that hold nothing
 
 
 def chunks_of(tensor: "DTensor", name: str) -> Chunks:
@@ -46,7 +47,7 @@ def chunks_of(tensor: "DTensor", name: str) -> Chunks:
     cut = [number for number, each in enumerate(placements) if not each.is_replicate()]
     if len(cut) != 1 or type(shard := placements[cut[0]]) is not Shard:
         raise ValueError(f"{name} has placements {placements} on {mesh}: {_RULE}. Leave it unsharded there")
-    chunks = Chunks(mesh, cut[0], shard.dim)
+    chunks = Chunks(mesh, cut[0], shard.dim, chunk_pieces(tensor.shape[shard.dim], mesh.size(cut[0])))
     expected = shape_here(tensor.shape, shard.dim, mesh.get_local_rank(cut[0]), mesh.size(cut[0]))
     if local_rows(tensor).shape != expected:
         got = tuple(local_rows(tensor).shape)
@@ -60,7 +61,7 @@ def held_among(named: Sequence[tuple[str, Tensor]], group: RankGroup) -> dict[Te
     for name, param in named:
         if param not in held:
             continue
-        mesh, mesh_dim, _ = held[param]
+        mesh, mesh_dim, *_ = held[param]
         ranks = dist.get_process_group_ranks(mesh.get_group(mesh_dim))
         if tuple(ranks) != group.works.ranks or mesh.get_local_rank(mesh_dim) != group.rank:
             raise ValueError(
@@ -148,12 +149,12 @@ def shape_here(shape: Sequence[int], dim: int, rank: int, size: int) -> torch.Si
     return torch.Size((*shape[:dim], stop - start, *shape[dim + 1 :]))
 
 
-def chunk_pieces(param: Tensor, cut: Chunks, size: int) -> Pieces:
-    """Return each rank's chunk of the dimension that is cut, without ranks that hold nothing."""
-    chunks = [Piece(rank, *ends) for rank, ends in enumerate(spans(param.shape[cut.dim], size))]
+def chunk_pieces(length: int, size: int) -> Pieces:
+    """Return each rank's chunk of a dimension, without ranks that hold nothing."""
+    chunks = [Piece(rank, *ends) for rank, ends in enumerate(spans(length, size))]
     return tuple(piece for piece in chunks if piece.stop > piece.start) or (Piece(0, 0, 0),)
 
 
-def row_pieces(held: Mapping[Tensor, Chunks], size: int) -> dict[Tensor, Pieces]:
-    """Return the pieces of those that are cut by rows, as `chunk_pieces`."""
-    return {param: chunk_pieces(param, cut, size) for param, cut in held.items() if cut.dim == 0}
+def row_pieces(held: Mapping[Tensor, Chunks]) -> dict[Tensor, Pieces]:
+    """Return the pieces of those that are cut by rows."""
+    return {param: cut.pieces for param, cut in held.items() if cut.dim == 0}

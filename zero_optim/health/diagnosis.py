@@ -3,11 +3,13 @@
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from zero_optim.comm.frames import differences, ranks_by_value, ranks_text
 from zero_optim.comm.records import NO_STEP, OVERLAPPED_STEP, Activity, LastStep, Verdict
 from zero_optim.comm.works import Work
 from zero_optim.health.peers import Presence
+from zero_optim.health.tree import to_runs
 
 _ADVICE = (
     "The process group cannot be used any more: end the processes, or destroy all groups and begin again"
@@ -20,17 +22,17 @@ class Status:
     """What a process says of itself; as JSON, tuples are lists.
 
     ``waits``: longest first. ``stuck``: seconds of the longest for the ranks that ask. ``open``: names and
-    counts of its calls, outermost first. ``last``: begin or end. ``verdict``: message and missing ranks.
-    ``is_deciding``: it is about to give up. ``step``: for those ranks.
+    counts of its calls, outermost first. ``last``: begin or end, ``ago`` seconds. ``verdict``: message and
+    runs of missing ranks. ``step``: for those ranks.
     """
 
     waits: Sequence[str]
     open: Sequence[tuple[str, int]]
     counts: Mapping[str, int]
     last: str = ""
-    verdict: tuple[str, Sequence[int]] | None = None
-    is_deciding: bool = False
+    verdict: tuple[str, Sequence[Any]] | None = None
     stuck: float = 0.0
+    ago: float = 0.0
     step: LastStep = NO_STEP
 
     @classmethod
@@ -41,33 +43,31 @@ class Status:
         activity: Activity,
         verdict: Verdict | None,
         step: LastStep = NO_STEP,
-        *,
-        is_deciding: bool,
     ) -> "Status":
         """Build it from what this process does, for a group of global ``ranks`` that asks."""
         now = time.monotonic()
         listed = sorted(waits, key=lambda work: work.waiting_since or now)
-        last, text = activity.last, ""
-        if last is not None:
-            verb = "ended" if last.is_over else "began"
-            text = f"{last.name} {last.count} {verb} {now - last.time:.0f} s ago"
+        last = activity.last
         return cls(
             tuple(work.text for work in listed),
             tuple((mark.name, mark.count) for mark in list(activity.open.values())),
             dict(activity.counts),
-            text,
-            None if verdict is None else (verdict.message, verdict.missing),
-            is_deciding,
+            "" if last is None else f"{last.name} {last.count} {'ended' if last.is_over else 'began'}",
+            None if verdict is None else (verdict.message, to_runs(verdict.missing)),
             max(
                 (now - (work.waiting_since or now) for work in listed if work.group.whole == ranks),
                 default=0.0,
             ),
+            0.0 if last is None else now - last.time,
             step,
         )
 
 
 Reports = Mapping[int, Status | Presence]  # by group rank
 _GONE = (Presence.ENDED, Presence.LEFT, Presence.NEVER)
+_UNASKED = (Presence.UNCONNECTED, Presence.UNKNOWN)
+_NAMED = 16  # missing ranks, each of which is described by itself
+_LONGEST = 2000  # characters of a verdict
 
 
 def ended_ranks(reports: Reports) -> list[int]:
@@ -111,16 +111,19 @@ def judge(reports: Reports, own: int, seconds: float | None, broken: str = "") -
     assert isinstance(mine, Status)  # it can always be asked
     call = mine.open[0] if mine.open else None
     ended = ended_ranks(reports)  # if there are some, nobody else is to blame
-    missing, texts = [], _last_steps(reports)
+    texts = _last_steps(reports)
     if broken:
         texts.insert(0, f"a connection of rank {own} broke ({broken})")
     waits: dict[int, str] = {}
+    missing: dict[int, Status | Presence] = {}
     for rank, what in sorted(reports.items()):
         if isinstance(what, Status) and what.waits and not _steps_beside(what):
             waits[rank] = what.waits[0]
-        elif not ended or rank in ended:
-            missing.append(rank)
-            texts.append(f"rank {rank} {what.value if isinstance(what, Presence) else _doing(what, call)}")
+        elif not ended or what in _GONE:
+            missing[rank] = what
+    if any(isinstance(what, Presence) and what not in _UNASKED for what in missing.values()):
+        missing = {rank: what for rank, what in missing.items() if what not in _UNASKED}
+    texts += _described(missing, call)
     waiting = ranks_by_value(waits)
     if not missing:
         texts.append(f"every rank waits, {'but not' if len(waiting) > 1 else 'all'} for the same")
@@ -132,7 +135,22 @@ def judge(reports: Reports, own: int, seconds: float | None, broken: str = "") -
             {rank: what.counts for rank, what in reports.items() if isinstance(what, Status)}
         )
     why = "stalled" if seconds is None else f"stalled for {seconds:.3g} s"
-    return Verdict(f"{why}: {'; '.join(texts)}. {_ADVICE}", tuple(missing))
+    text = f"{why}: {'; '.join(texts)}"
+    if len(text) > _LONGEST - len(_ADVICE):
+        text = f"{text[: _LONGEST - len(_ADVICE)]}…"
+    return Verdict(f"{text}. {_ADVICE}", tuple(missing))
+
+
+def _described(missing: Reports, call: tuple[str, int] | None) -> list[str]:
+    """Describe missing ranks, if there are many those of which the same is known together."""
+    is_short = len(missing) <= _NAMED
+    texts = {
+        rank: what.value if isinstance(what, Presence) else _doing(what, call, with_last=is_short)
+        for rank, what in missing.items()
+    }
+    if is_short:
+        return [f"rank {rank} {text}" for rank, text in texts.items()]
+    return [f"each of {ranks_text(ranks)} {text}" for text, ranks in ranks_by_value(texts).items()]
 
 
 def _last_steps(reports: Reports) -> list[str]:
@@ -173,8 +191,8 @@ def _steps_beside(status: Status) -> bool:
     return any(name == OVERLAPPED_STEP for name, _ in status.open)
 
 
-def _doing(status: Status, call: tuple[str, int] | None) -> str:
-    last = f" (last seen: {status.last})" if status.last else ""
+def _doing(status: Status, call: tuple[str, int] | None, *, with_last: bool) -> str:
+    last = f" (last seen: {status.last} {status.ago:.0f} s ago)" if status.last and with_last else ""
     if call is None:
         inside = f"is in {status.open[0][0]} and " if status.open else ""
         return f"{inside}waits for nothing{last}"

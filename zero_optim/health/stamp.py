@@ -10,15 +10,11 @@ from torch import Tensor
 from zero_optim.comm.frames import bytes_to_tensor, ranks_by_value, ranks_text, tensor_to_bytes
 from zero_optim.compat.streams import HostCopy, copy_to, is_asynchronous
 from zero_optim.errors import RankMismatchError, RemoteRankError
-from zero_optim.plan.layout import Span
 from zero_optim.plan.option_values import DIGEST_NBYTES
 
-STAMP_NBYTES = 32  # in a row; between replicas more, of the text
+STAMP_NBYTES = 32  # between ranks of a replica; between replicas more, of the text
 _MARK, _MARKS = struct.Struct("<H"), 2**16
 Read: TypeAlias = Callable[[HostCopy], Tensor]
-Header: TypeAlias = tuple[int, Tensor]  # a rank, and space for its stamp, as bytes
-# As `send_stamp`, of one stamp.
-Send: TypeAlias = Callable[[Sequence[Header], int], Callable[[], None]]
 _FORM = struct.Struct(f"<H?xI{DIGEST_NBYTES}s")  # before the text
 
 
@@ -57,31 +53,11 @@ def marked(octets: bytes, mark: int) -> bytes:
     return _MARK.pack(mark % _MARKS) + octets[_MARK.size :]
 
 
-def headers_in(flat: Tensor, rooms: Sequence[Span]) -> list[Header]:
-    """View the header spaces of a flat tensor, as bytes."""
-    octets, size = flat.view(torch.uint8), flat.element_size()
-    return [(room.owner, octets[room.start * size :][:STAMP_NBYTES]) for room in rooms]
-
-
-def send_stamp(
-    mine: bytes, take: Callable[["Arrival"], None], headers: Sequence[Header], rank: int
-) -> Callable[[], None]:
-    """Write this rank's stamp into its header space in a gather; the result then gives all to ``take``."""
-    for owner, place in headers:
-        if owner == rank:
-            copy_to(place, bytes_to_tensor(mine))
-    if not headers:
-        return lambda: None
-    ranks, places = zip(*headers, strict=True)
-    return lambda: take(Arrival(ranks, torch.cat(places), mine))
-
-
 class Arrival:
-    """The stamps of one gather, on their way to the CPU, and this rank's own; ``rows`` are uint8."""
+    """The stamps of all ranks, on their way to the CPU, and this rank's own; ``rows`` are uint8."""
 
-    def __init__(self, ranks: Sequence[int], rows: Tensor, mine: bytes) -> None:
+    def __init__(self, rows: Tensor, mine: bytes) -> None:
         self.mine = mine
-        self._ranks = ranks
         self._copy = HostCopy(rows) if is_asynchronous(rows.device) else None
         self._octets = tensor_to_bytes(rows) if self._copy is None else b""
 
@@ -94,37 +70,27 @@ class Arrival:
         """Wait with ``read``; return whether each rank sent the same as this one."""
         if self._copy is not None:
             self._octets, self._copy = tensor_to_bytes(read(self._copy)), None
-        return self._octets == self.mine * len(self._ranks)
+        return self._octets == self.mine * (len(self._octets) // len(self.mine))
 
     def read_stamps(self, read: Read) -> dict[int, Stamp]:
         """Return each rank's stamp; ``read`` waits."""
-        if self.read_uniform(read):  # as nearly always
-            return dict.fromkeys(self._ranks, Stamp.read(self.mine))
+        self.read_uniform(read)
         octets, length = self._octets, len(self.mine)
         each = (octets[start : start + length] for start in range(0, len(octets), length))
-        return dict(zip(self._ranks, map(Stamp.read, each), strict=True))
+        return dict(enumerate(map(Stamp.read, each)))
 
 
-class Arrivals(list[Arrival]):
-    """The stamps of several gathers."""
+class Header(NamedTuple):
+    """A rank's stamp, which goes with a gather, and what takes the stamps of all."""
 
-    @property
-    def are_here(self) -> bool:
-        """Whether the CPU would not wait."""
-        return all(arrival.is_here for arrival in self)
+    mine: bytes
+    take: Callable[[Arrival], None]
 
-    def read_uniform(self, read: Read) -> bool:
-        """Wait with ``read``; return whether each rank sent the same as this one in each gather."""
-        return all(arrival.read_uniform(read) for arrival in self)
-
-    def read_stamps(self, read: Read) -> dict[int, Stamp]:
-        """Return each rank's last stamp, or one with a failure; ``read`` waits."""
-        stamps: dict[int, Stamp] = {}
-        for arrival in self:
-            for rank, stamp in arrival.read_stamps(read).items():
-                if rank not in stamps or not stamps[rank].has_failed:
-                    stamps[rank] = stamp
-        return stamps
+    def written(self, size: int, rank: int, device: torch.device) -> Tensor:
+        """Return a row for each rank, with this rank's written."""
+        rows = torch.empty(size, len(self.mine), dtype=torch.uint8, device=device)
+        copy_to(rows[rank], bytes_to_tensor(self.mine))
+        return rows
 
 
 def find_error(
@@ -154,7 +120,7 @@ def parted(stamps: Mapping[int, Stamp], *fields: str) -> list[tuple[list[int], S
 
 
 def _present_call(ranks: Sequence[int], stamp: Stamp) -> str:
-    call = f"{stamp.name}, call {stamp.number} there" if stamp.text else "a gather that is no step"
+    call = f"{stamp.name}, call {stamp.number} there" if stamp.text else "a gather outside of step()"
     return f"{ranks_text(ranks)} in {call}"
 
 

@@ -1,6 +1,11 @@
 """Stamps of one optimizer's calls, by which ranks fail together and name the cause.
 
-All ranks read the stamps of all owners and conclude the same, so they may communicate about it.
+All ranks read the stamps of all ranks and conclude the same, so they may communicate about it.
+
+Note [One header a step]
+    The ranks gather their stamps once a step, in a *header*. It goes with the first gather of new rows, as by
+    then the rank has stepped all that it owns. A step during the backward pass gathers rows before later
+    ones are stepped, so there the header goes when the pass ends, and again with what ``step()`` steps.
 
 Note [When stamps are read]
     On the CPU when the step has waited for its gathers; if one failed, the ranks exchange its message and
@@ -28,14 +33,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import ranks_by_value, ranks_text, values_text
 from zero_optim.compat.streams import HostCopy
 from zero_optim.errors import RankMismatchError, RemoteRankError
-from zero_optim.health.stamp import (
-    Arrivals,
-    Header,
-    Read,
-    Stamp,
-    find_error,
-    send_stamp,
-)
+from zero_optim.health.stamp import Arrival, Header, Read, Stamp, find_error
 from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.option_values import (
     DIGEST_NBYTES,
@@ -83,7 +81,7 @@ class _Step:
     digest: bytes
     options: Options
     sampled: Sampled | None = None
-    arrivals: Arrivals = field(default_factory=Arrivals)
+    arrivals: list[Arrival] = field(default_factory=list)  # two of a step during the backward pass
     is_raised: bool = False
     failure: Failure | None = None
     _octets: bytes = b""
@@ -97,7 +95,16 @@ class _Step:
 
     def read_uniform(self, read: Read) -> bool:
         """Wait with ``read``; return whether nothing failed here, and all stamps are this rank's."""
-        return self.failure is None and self.arrivals.read_uniform(read)
+        return self.failure is None and all(arrival.read_uniform(read) for arrival in self.arrivals)
+
+    def read_stamps(self, read: Read) -> dict[int, Stamp]:
+        """Return each rank's last stamp, or one with a failure; ``read`` waits."""
+        stamps: dict[int, Stamp] = {}
+        for arrival in self.arrivals:
+            for rank, stamp in arrival.read_stamps(read).items():
+                if rank not in stamps or not stamps[rank].has_failed:
+                    stamps[rank] = stamp
+        return stamps
 
     def fail(self, failure: BaseException) -> None:
         if self.failure is None:
@@ -144,14 +151,14 @@ class Stamps:
         self._sampled = sampled
 
     def fail(self, failure: BaseException) -> None:
-        """Put a failure into the gathers to come."""
+        """Put a failure into the next header."""
         if self._step.number:
             self._step.fail(failure)
 
-    def send(self, headers: Sequence[Header], rank: int) -> Callable[[], None]:
-        """Send this rank's stamp with a gather of its call, as `send_stamp`."""
+    def header(self) -> Header | None:
+        """Return this rank's stamp of the call, for one gather behind its last step; None before a call."""
         step = self._step
-        return send_stamp(step.octets(), step.arrivals.append, headers if step.number else (), rank)
+        return Header(step.octets(), step.arrivals.append) if step.number else None
 
     @property
     def last(self) -> bytes:
@@ -162,9 +169,10 @@ class Stamps:
         """Raise RemoteRankError, once, if only other ranks failed in the last call, by stamps that came."""
         for step in self._unread:
             is_known = step.is_raised or step.failure is not None
-            if is_known or not step.arrivals.are_here or step.read_uniform(HostCopy.read):
+            are_here = all(arrival.is_here for arrival in step.arrivals)
+            if is_known or not are_here or step.read_uniform(HostCopy.read):
                 continue
-            error = find_error(step.arrivals.read_stamps(HostCopy.read), group.numbers, step.name)
+            error = find_error(step.read_stamps(HostCopy.read), group.numbers, step.name)
             if isinstance(error, RemoteRankError):
                 step.is_raised = True
                 raise error
@@ -178,7 +186,7 @@ class Stamps:
             step = self._unread.pop(0)
             if step.read_uniform(group.read):  # as nearly always
                 continue
-            stamps = step.arrivals.read_stamps(group.read)
+            stamps = step.read_stamps(group.read)
             asks = with_last and step is self._step and len({each.number for each in stamps.values()}) == 1
             error = self._find_error(group, step, stamps, step.name, call.origins, asks=asks)
             if error is not None:

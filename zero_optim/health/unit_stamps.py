@@ -1,19 +1,19 @@
 """Stamps in the gathers of units: ranks of a fully sharded model fail together.
 
 Note [Stamps of units]
-    Such a step gathers nothing, so gathers of units carry the stamp of the last call. All ranks see equal
-    stamps, so all may raise and communicate. In a forward pass the CPU reads them when a unit has arrived; on
-    an accelerator the next forward pass does, but those of passes without gradients nobody. Those of backward
-    passes tell nothing: reductions would be left half done.
+    Such a step gathers nothing, so gathers of units have a header: each rank's stamp of the last call. All
+    ranks see equal stamps, so all may raise and communicate. In a forward pass the CPU reads them when its
+    first unit has arrived; on an accelerator the next forward pass does, but those of passes without
+    gradients nobody. Those of backward passes tell nothing: reductions would be left half done.
 
 Note [Marks of units]
     Ranks gather units in the order of their module calls. If data decide a route, gathers of two units may
     meet, and each rank would compute with rows of both. So each stamp has a mark, of bucket and purpose, and
-    a rank that reads another mark raises, then and in every later gather. Stamps lie in the rows; a rank
-    without space for its own reads those of others. But gloo ends the process if rows that meet differ in
-    length. So there each rank sends its stamp in front of the rows, whose tag is the mark: in one message
-    through memory; through sockets in one of its own, as a receive must be told the length before. That took
-    60 to 90 us a gather of two ranks.
+    a rank that reads another mark raises, then and in every later gather. A digest of all marks, once a pass,
+    would not do: ranks that gather other numbers of units wait for each other before. But gloo ends the
+    process if rows that meet differ in length. So there the header goes in front of the rows, whose tag is
+    the mark: in one message through memory; through sockets in one of its own, as a receive must be told the
+    length before. That took 60 to 90 us a gather of two ranks.
 """
 
 from collections import deque
@@ -28,7 +28,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import ranks_text
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.errors import RankMismatchError
-from zero_optim.health.stamp import Arrival, Arrivals, Send, Stamp, marked, parted, send_stamp
+from zero_optim.health.stamp import Arrival, Header, Stamp, marked, parted
 from zero_optim.health.stamps import Call, Stamps
 
 _MOST_LATE = 8  # marks of gathers that an accelerator may not have ended
@@ -65,29 +65,31 @@ class UnitStamps:
         self._labels = list(labels.values())
         self._numbers = {param: number for number, param in enumerate(labels)}
         self._group, self._stamps, self._call = group, stamps, call
-        self._told = Arrivals()  # whose calls were not compared
-        self._last: dict[int, Stamp] = {}  # of each rank in this pass
+        self._begins = True  # the next gather of a pass is its first
+        self._told: Arrival | None = None  # the first of a pass, whose calls were not compared
         self._marked: deque[Arrival] = deque()  # whose marks were not compared
         self._difference = ""
 
-    def begin(self, first: Tensor, purpose: Purpose, *, tells: bool) -> tuple[int, Send]:
-        """Return a gather's mark, by the bucket's first parameter, and what sends its stamp.
+    def begin(self, first: Tensor, purpose: Purpose, *, tells: bool) -> tuple[int, Header]:
+        """Return a gather's mark, by the bucket's first parameter, and its header.
 
-        ``tells``: calls are compared too. RankMismatchError if ranks have gathered different units before.
+        ``tells``: it is of a pass whose first gather has the calls. RankMismatchError if ranks have gathered
+        different units before.
         """
         if self._difference:
             raise RankMismatchError(self._difference)
         mark = 1 + self._numbers[first] * len(_PURPOSES) + _PURPOSES.index(purpose)
-        tells = tells and (torch.is_grad_enabled() or not is_asynchronous(first.device))
-        take = partial(self._take, tells)
-        return mark, partial(send_stamp, marked(self._stamps.last, mark), take)
+        is_first = tells and self._begins
+        self._begins &= not is_first
+        tells = is_first and (torch.is_grad_enabled() or not is_asynchronous(first.device))
+        return mark, Header(marked(self._stamps.last, mark), partial(self._take, tells))
 
     def _take(self, tells: bool, arrival: Arrival) -> None:
         self._marked.append(arrival)
         if arrival.is_here:
             self.check()
         if tells:
-            self._told.append(arrival)
+            self._told = arrival
 
     def check(self) -> None:
         """Compare marks, unless the CPU would wait; RankMismatchError if ranks gather different units."""
@@ -95,8 +97,7 @@ class UnitStamps:
             arrival = self._marked.popleft()
             if arrival.read_uniform(self._group.read):
                 continue
-            stamps = arrival.read_stamps(self._group.read) | {self._group.rank: Stamp.read(arrival.mine)}
-            numbers = self._group.numbers
+            numbers, stamps = self._group.numbers, arrival.read_stamps(self._group.read)
             parts = parted({numbers[rank]: stamp for rank, stamp in stamps.items()}, "mark")
             if parts:
                 self._marked.clear()
@@ -110,21 +111,23 @@ class UnitStamps:
         return f"{ranks_text(ranks)}: {gather}"
 
     def begin_pass(self) -> None:
-        """Begin a pass: compare and forget the rest of the last one; raises as `look`."""
+        """Begin a pass: compare the calls of the last one, unless that is done; raises as `look`."""
         try:
             self._compare()
         finally:
-            self._last.clear()
+            self._begins = True
 
     def look(self) -> None:
         """Compare calls, unless the CPU would wait; all call; raises as `Stamps.compare_last`."""
-        if self._told.are_here:
+        if self._told is not None and self._told.is_here:
             self._compare()
 
     def _compare(self) -> None:
-        self._last.update(self._told.read_stamps(self._group.read))
-        self._told.clear()
-        if len({stamp[1:] for stamp in self._last.values()}) > 1:
-            last = {rank: stamp._replace(mark=0) for rank, stamp in self._last.items()}
+        arrival, self._told = self._told, None
+        if arrival is None or arrival.read_uniform(self._group.read):
+            return
+        stamps = arrival.read_stamps(self._group.read)
+        last = {rank: stamp._replace(mark=0) for rank, stamp in stamps.items()}
+        if len(set(last.values())) > 1:
             call = self._call("") or Call("", lambda _: ((), ()))
             self._stamps.compare_last(self._group.during("agree"), call, last)

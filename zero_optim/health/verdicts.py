@@ -1,10 +1,11 @@
 """Verdicts: after too long a wait, ranks find who is missing and give up together.
 
 Note [Giving up together]
-    The first rank whose wait is too long asks all ranks of the group, or of its mesh, what they do. It sends
-    them a verdict and breaks its connections; so do they: waits raise, and no work begins. A rank whose wait
-    fails early, as gloo saw a closed connection, does so too if ranks have ended. Several ranks may decide at
-    once: a verdict first goes to the lowest rank that answers, which keeps the first.
+    A rank whose wait is too long, or fails early as gloo saw a closed connection, complains to the lowest
+    rank that answers, by way of those above it in the tree of the group or of its mesh: each of them passes
+    one complaint up, and others wait for what becomes of it. The lowest rank asks all what they do, and sends
+    them one verdict, both in a tree (Note [Asked in a tree] in `health.tree`). Each rank passes it on and
+    breaks its connections: waits raise, and no work begins.
 
     A rank whose step raised where no gather tells the others, and one that waits after a step with a closure,
     ask a rank beside them: it may wait for the former in vain, or have stepped without a closure.
@@ -18,12 +19,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from typing import Any, NamedTuple
 
 from zero_optim.comm.backends import late_or_closed
 from zero_optim.comm.records import NO_STEP, LastStep, Verdict
+from zero_optim.comm.traffic import Phase
 from zero_optim.comm.work_log import GroupWorks, WorkLog
 from zero_optim.comm.works import Work
 from zero_optim.compat.threads import start_thread_or_run
@@ -36,17 +39,49 @@ from zero_optim.health.diagnosis import (
     wait_for_each_other,
     without_absent,
 )
-from zero_optim.health.peers import ANSWER_LIMIT, Directory, Message, Presence
+from zero_optim.health.directory import Directory
+from zero_optim.health.peers import ANSWER_LIMIT, LONGEST_SEARCH, Presence
+from zero_optim.health.tree import FAN, Message, above, from_runs, to_groups, to_runs
 from zero_optim.host.shared_memory import GAVE_UP
 
 EXIT_CODE = 75  # of a process that was ended because a wait took too long: "try again" in sysexits.h
 
 _LONG = 60.0  # seconds of a wait after which a user has begun to wonder; the usual timeout is 30 minutes
+_NEARLY = 0.9  # of that, after which a wait counts as long for the ranks that ask
 _LONGEST_END = 10.0  # seconds that a process may take to end on a busy host, once it has been killed
 # What a rank may be whose process runs. It is asked again for a while.
-_MUTE = (Presence.SILENT, Presence.CUT_OFF, Presence.UNKNOWN)
+_MUTE = (Presence.SILENT, Presence.UNCONNECTED, Presence.CUT_OFF, Presence.UNKNOWN)
+_LONGEST_ERROR = 1000  # characters of a backend's error in a complaint
+_LOWER = 4 * FAN  # lower ranks, of which one is sought that answers
 
 logger = logging.getLogger("zero_optim")
+
+
+class Complaint(NamedTuple):
+    """Why a rank complains of a wait. As JSON, a list.
+
+    ``kind``: "slow", and all may be well; "odd", and it ends if all ranks wait for each other; "late", and it
+    ends; "broken", and it ends if ranks have. ``place``: of the rank. ``part``: of a mesh, runs of the ranks
+    that it waits for. ``seconds``: None if it failed early. ``timeout``: its limit.
+    """
+
+    kind: str
+    place: int
+    status: Message
+    part: Sequence[Any]
+    seconds: float | None
+    timeout: float
+    error: str
+
+    @property
+    def is_late(self) -> bool:
+        """Return whether the backend's own timeout has passed."""
+        return late_or_closed(RuntimeError(self.error))[0]
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether a connection was closed."""
+        return late_or_closed(RuntimeError(self.error))[1]
 
 
 class Verdicts:
@@ -56,23 +91,24 @@ class Verdicts:
         self.exits = False
         self.log = log
         self._directory = directory
-        self._deciding: set[tuple[int, ...]] = set()
         self._asking: set[tuple[int, ...]] = set()
+        self._telling: set[tuple[int, ...]] = set()  # the verdict to ranks below this one in the tree
+        self._complaints: dict[tuple[tuple[int, ...], str], threading.Event] = {}  # by ranks and kind
 
     def judge_wait(self, work: Work, seconds: float) -> None:
-        """Warn of a wait of some seconds, or give it up."""
+        """Complain of a wait of some seconds if it is long."""
         works = work.group
-        if works.verdict is not None or works.whole in self._deciding:
+        if works.verdict is not None:
             return
         if seconds >= work.timeout:
-            self._deciding.add(works.whole)
-            _beside(lambda: self._decide(works, seconds))
+            self._complain_beside(works, self._complaint("late", work, seconds))
             return
         if works.step.closures and seconds >= ANSWER_LIMIT:
             self.judge_step(works)
-        if seconds >= min(_LONG, work.timeout / 2) and not work.is_warned:
+        if seconds >= _long(work) and not work.is_warned:
             work.is_warned = True
-            _beside(lambda: self._warn(work, seconds))
+            is_odd = seconds >= _LONG and work.phase.timeout is None
+            self._complain_beside(works, self._complaint("odd" if is_odd else "slow", work, seconds))
 
     def has_failure(self) -> bool:
         """Return whether a step here raised, and other ranks have not heard of it."""
@@ -81,18 +117,20 @@ class Verdicts:
 
     def judge_step(self, works: GroupWorks) -> None:
         """Give up if the ranks' last steps let them not meet any more, as a rank beside this one shows."""
-        if works.verdict is None and works.whole not in self._asking | self._deciding:
+        if works.verdict is None and works.whole not in self._asking:
             self._asking.add(works.whole)
             _beside(lambda: self._ask_beside(works))
 
     def _ask_beside(self, works: GroupWorks) -> None:
         # One rank is enough: all wait in the end, and where steps differ some neighbours' do.
         try:
-            before = works.ranks[works.ranks.index(self._directory.rank) - 1]
-            report = _reports(self._directory.ask_all([before], {"ranks": works.whole}))[0]
-            mine = self._status(works.whole)
+            ranks = works.whole
+            before = ranks.index(works.ranks[works.ranks.index(self._directory.rank) - 1])
+            question = {"ranks": to_runs(ranks)}
+            report = _reports(self._directory.ask_places(ranks, [before], question))[before]
+            mine = self._status(ranks)
             if works.verdict is None and isinstance(report, Status) and are_parted(mine, report):
-                self._decide(works, None)
+                self._complain(ranks, self._complaint("late", Work(works, Phase()), None))
         finally:
             self._asking.discard(works.whole)
 
@@ -102,90 +140,123 @@ class Verdicts:
             work.group.has_failed = True
             _beside(lambda: self.explain(work, error))
 
-    def answer(self, question: Message) -> Message:
-        """Return this process's status; carry out the verdict in the question, if any."""
-        ranks = tuple(map(int, question["ranks"]))
-        if "verdict" in question:
+    def answer(self, question: Message) -> Iterator[Message]:
+        """Yield this process's status, then what it was asked to find out; carry out a verdict, if any."""
+        ranks, verdict = from_runs(question["ranks"]), None
+        if "verdict" in question and ranks not in self.log.verdicts:
             message, missing = question["verdict"]
-            verdict = Verdict(str(message), tuple(map(int, missing)))
-            if ranks not in self.log.verdicts:
-                self.log.give_up(ranks, verdict)
-                _beside(lambda: self._act(ranks, verdict, is_first="is_first" in question))
-        return asdict(self._status(ranks))
+            verdict = self.log.give_up(ranks, Verdict(str(message), from_runs(missing)))
+            self._telling.add(ranks)
+        yield asdict(self._status(ranks))
+        if "looks" in question:
+            self._note_look(ranks)
+        if "complaint" in question:
+            self._complain(ranks, Complaint(*question["complaint"]))
+            yield {"settled": _as_json(self.log.verdicts.get(ranks))}
+        elif (stop := question.pop("stop", None)) is not None:
+            answers = self._directory.ask_all(ranks, question, int(stop))
+            names = {
+                place: each.name if isinstance(each, Presence) else each for place, each in answers.items()
+            }
+            yield {"answers": to_groups(names)}
+        if verdict is not None:
+            _beside(lambda: self._act(ranks, verdict))
+
+    def _note_look(self, ranks: tuple[int, ...]) -> None:
+        # Ranks that wait for the same complain once, though not at the same moment.
+        for work in self.log.waits():
+            since = work.waiting_since
+            if since is not None and work.group.whole == ranks:
+                work.is_warned |= time.monotonic() - since >= _NEARLY * _long(work)
 
     def _status(self, ranks: tuple[int, ...], work: Work | None = None) -> Status:
         # A CPU that went on waits where its device does, whatever it is in.
         late = [works.outstanding for works in list(self.log.groups.values()) if works.whole == ranks]
         waits = {each for each in (*self.log.waits(), *late, work) if each is not None}
-        verdict, deciding = self.log.verdicts.get(ranks), ranks in self._deciding
         step = self.log.steps.get(ranks, NO_STEP)
-        return Status.of(ranks, waits, self.log.activity, verdict, step, is_deciding=deciding)
+        return Status.of(ranks, waits, self.log.activity, self.log.verdicts.get(ranks), step)
 
-    def _ask_all(self, works: GroupWorks, work: Work | None = None) -> Reports:
-        answers = self._directory.ask_all(works.whole, {"ranks": works.whole})
-        return _reports(answers) | {self._rank_in(works): self._status(works.whole, work)}
-
-    def _rank_in(self, works: GroupWorks) -> int:
-        return works.whole.index(self._directory.rank)
-
-    def _warn(self, work: Work, seconds: float) -> None:
+    def _complaint(self, kind: str, work: Work, seconds: float | None, error: str = "") -> Complaint:
         works = work.group
-        reports = self._ask_all(works, work)
-        if seconds >= _LONG and work.phase.timeout is None and wait_for_each_other(reports, 0.9 * _LONG):
-            self._decide(works, seconds, reports)
-        elif work.waiting_since is not None or works.outstanding is not None:
-            reason = _judge(works, reports, self._rank_in(works), seconds).message.partition(". ")[0]
-            logger.warning("%s. All ranks give up after %g s", reason, work.timeout)
+        place, waits = works.whole.index(self._directory.rank), work if seconds is not None or error else None
+        status, part = asdict(self._status(works.whole, waits)), to_runs(works.ranks)
+        return Complaint(kind, place, status, part, seconds, work.timeout, error)
 
-    def _decide(
-        self, works: GroupWorks, seconds: float | None, reports: Reports | None = None, broken: str = ""
-    ) -> Verdict:
-        me, tells = self._rank_in(works), False
-        self._deciding.add(works.whole)
+    def _complain_beside(self, works: GroupWorks, complaint: Complaint) -> None:
+        if (works.whole, complaint.kind) not in self._complaints:
+            _beside(lambda: self._complain(works.whole, complaint))
+
+    def _complain(self, ranks: tuple[int, ...], complaint: Complaint) -> None:
+        """Have the lowest rank that answers look into a complaint; returns when it has."""
+        key, is_over = (ranks, complaint.kind), threading.Event()
+        under_way = self._complaints.setdefault(key, is_over)
+        if under_way is not is_over:
+            under_way.wait(LONGEST_SEARCH)
+            return
         try:
-            if reports is None:
-                reports = self._ask_all(works)
-            verdict = _verdict_in(reports)
-            lower = (what for rank, what in reports.items() if rank < me)
-            if verdict is None and any(isinstance(what, Status) and what.is_deciding for what in lower):
-                verdict = _verdict_within(works, 2 * ANSWER_LIMIT)
-            if verdict is None:
-                verdict = self._first_of(works, _judge(works, reports, me, seconds, broken), reports)
-                tells = True
-            verdict = self.log.give_up(works.whole, verdict)
-            if tells:
-                self._tell(works.whole, verdict, reports)
+            me = ranks.index(self._directory.rank)
+            if not any(self._pass_up(ranks, place, complaint) for place in self._lower(ranks, me)):
+                self._look_into(ranks, me, complaint)
         finally:
-            self._deciding.discard(works.whole)
-        self._act(works.whole, verdict)
-        return verdict
+            del self._complaints[key]
+            is_over.set()
 
-    def _first_of(self, works: GroupWorks, verdict: Verdict, reports: Reports) -> Verdict:
-        """Tell the lowest rank that answers; returns its first verdict."""
-        question = {**_announcement(works.whole, verdict), "is_first": True}
-        deadline = time.monotonic() + _LONGEST_END
-        for place, rank in enumerate(works.whole[: self._rank_in(works)]):
-            is_busy = isinstance(reports[place], Status)
-            while is_busy and works.verdict is None:
-                report = _reports(self._directory.ask_all([rank], question))[0]
-                if isinstance(report, Status):
-                    return _verdict_in({place: report}) or verdict
-                is_busy = report in _MUTE and time.monotonic() < deadline
-        return works.verdict or verdict
+    def _lower(self, ranks: tuple[int, ...], me: int) -> Iterator[int]:
+        """Yield the places to complain to: those above in the tree, then the lowest that answers."""
+        yield from above(me, len(ranks))
+        for start in range(0, min(me, _LOWER), FAN):
+            answers = self._directory.ask_places(
+                ranks, range(start, min(start + FAN, me)), {"ranks": to_runs(ranks)}
+            )
+            yield from (place for place, answer in answers.items() if not isinstance(answer, Presence))
 
-    def _tell(self, ranks: tuple[int, ...], verdict: Verdict, reports: Reports) -> None:
+    def _pass_up(self, ranks: tuple[int, ...], place: int, complaint: Complaint) -> bool:
+        """Return whether a rank has found out more; then this one has its verdict, if any."""
+        if ranks in self.log.verdicts:
+            return True
+        question = {"ranks": to_runs(ranks), "complaint": complaint}
+        answer = self._directory.ask_places(ranks, [place], question)[place]
+        if isinstance(answer, Presence) or "settled" not in answer:
+            return False
+        if answer["settled"] is not None and ranks not in self.log.verdicts:  # else it has been told
+            message, missing = answer["settled"]
+            self._act(ranks, self.log.give_up(ranks, Verdict(message, from_runs(missing))))
+        return True
+
+    def _look_into(self, ranks: tuple[int, ...], me: int, complaint: Complaint) -> None:
+        """Ask all ranks, and give up if it is due; or complain to a lower rank, if one answers now."""
+        began = time.monotonic()
+        while ranks not in self.log.verdicts and self._directory.is_current():
+            question = {"ranks": to_runs(ranks), "looks": True}
+            reports = _reports(self._directory.ask_all(ranks, question))
+            lowest = min((place for place, what in reports.items() if isinstance(what, Status)), default=me)
+            if lowest < me and self._pass_up(ranks, lowest, complaint):
+                return
+            reports |= {me: self._status(ranks), **_reports({complaint.place: complaint.status})}
+            found = _verdict_in(reports) or _verdict_of(ranks, reports, complaint, time.monotonic() - began)
+            if found is not None:
+                self._give_up(ranks, found)
+            elif complaint.kind != "broken":
+                reason = _judge(ranks, reports, complaint).message.partition(". ")[0]
+                logger.warning("%s. All ranks give up after %g s", reason, complaint.timeout)
+            elif complaint.is_closed:
+                # The process that closed the connection may be about to end. On a busy host that takes long,
+                # and its port takes questions that nobody answers.
+                time.sleep(0.05)
+                continue
+            return
+
+    def _give_up(self, ranks: tuple[int, ...], verdict: Verdict) -> None:
         """Tell all ranks before this one gives up, and perhaps ends; silent ones find it when they go on."""
-        question = _announcement(ranks, verdict)
-        mute = [rank for place, rank in enumerate(ranks) if isinstance(reports[place], Presence)]
-        self._directory.ask_all([rank for rank in ranks if rank not in mute], question)
-        if mute:
-            self._directory.ask_all(mute, question, 0.0)
+        self._telling.add(ranks)
+        verdict = self.log.give_up(ranks, verdict)
+        self._directory.ask_all(ranks, {"ranks": to_runs(ranks), "verdict": _as_json(verdict)})
+        self._act(ranks, verdict)
 
-    def _act(self, ranks: tuple[int, ...], verdict: Verdict, *, is_first: bool = False) -> None:
-        """Carry out a verdict; the rank that ``is_first`` tells others before it exits."""
+    def _act(self, ranks: tuple[int, ...], verdict: Verdict) -> None:
+        """Carry out a verdict that the ranks below this one know."""
+        self._telling.discard(ranks)
         logger.error("%s", verdict.message)
-        if is_first and self.exits:
-            self._directory.ask_all(ranks, _announcement(ranks, verdict))
         self._exit_if_due()
         for works in list(self.log.groups.values()):
             if works.whole == ranks:
@@ -200,54 +271,51 @@ class Verdicts:
     def explain(self, work: Work, error: RuntimeError) -> Exception | None:
         """Build what a wait raises, see `WorkLog.explain`. May take seconds."""
         works = work.group
-        began = time.monotonic()
-        is_late, is_closed = late_or_closed(error)
-        while works.verdict is None and self._directory.is_current():
-            if works.whole in self._deciding:
-                _verdict_within(works, 0.1)
-                continue
-            reports = self._ask_all(works, work)
-            mute = [what for what in reports.values() if what in _MUTE]
-            is_told = GAVE_UP in str(error)  # by a rank that has the reason
-            is_over = time.monotonic() - began > (_LONGEST_END if mute or is_told else ANSWER_LIMIT)
-            if is_closed and is_over:
-                reports = without_absent(reports)
-            is_broken = is_closed and is_over
-            if is_late or ended_ranks(reports) or is_broken or _verdict_in(reports) is not None:
-                self._directory.catch_up()
-                is_known = (
-                    is_late or ended_ranks(reports) or {Presence.SILENT, Presence.CUT_OFF}.intersection(mute)
-                )
-                broken = "" if is_known else str(error).partition(". ")[0]
-                return self._decide(works, None, reports, broken).error()
-            if not is_closed:
-                return None
-            # The process that closed the connection may be about to end. On a busy host that takes long, and
-            # its port takes questions that nobody answers.
-            time.sleep(0.05)
+        if works.verdict is None and self._directory.is_current():
+            self._directory.catch_up()
+            self._complain(works.whole, self._complaint("broken", work, None, str(error)[:_LONGEST_ERROR]))
         if works.verdict is None:
             return None
-        while works.whole in self._deciding:  # another thread tells all ranks; this one may end the process
+        while works.whole in self._telling:  # another thread does; this one may end the process
             time.sleep(0.01)
         self._exit_if_due()
         return works.verdict.error()
 
 
-def _judge(works: GroupWorks, reports: Reports, own: int, seconds: float | None, broken: str = "") -> Verdict:
-    """Find missing ranks of the group, then of its mesh."""
-    part = {place: what for place, what in reports.items() if works.whole[place] in works.ranks}
+def _long(work: Work) -> float:
+    return min(_LONG, work.timeout / 2)
+
+
+def _verdict_of(
+    ranks: tuple[int, ...], reports: Reports, complaint: Complaint, seconds: float
+) -> Verdict | None:
+    """Return the verdict if one is due, ``seconds`` after the rank complained."""
+    if complaint.kind == "late" or (
+        complaint.kind == "odd" and wait_for_each_other(reports, _NEARLY * _LONG)
+    ):
+        return _judge(ranks, reports, complaint)
+    if complaint.kind != "broken":
+        return None
+    mute = {what for what in reports.values() if what in _MUTE}
+    takes_long = mute or GAVE_UP in complaint.error  # by a rank that has the reason, and tells
+    is_broken = complaint.is_closed and seconds > (_LONGEST_END if takes_long else ANSWER_LIMIT)
+    if is_broken:
+        reports = without_absent(reports)
+    is_known = complaint.is_late or ended_ranks(reports) or not mute.issubset({Presence.UNKNOWN})
+    if not (complaint.is_late or ended_ranks(reports) or is_broken):
+        return None
+    return _judge(ranks, reports, complaint, "" if is_known else complaint.error.partition(". ")[0])
+
+
+def _judge(ranks: tuple[int, ...], reports: Reports, complaint: Complaint, broken: str = "") -> Verdict:
+    """Find missing ranks of the group that the rank waits for, then of its mesh."""
+    group = {*from_runs(complaint.part)}
+    part = {place: what for place, what in reports.items() if ranks[place] in group}
     if len(part) < len(reports) and not ended_ranks(reports):
-        verdict = judge(part, own, seconds, broken)
+        verdict = judge(part, complaint.place, complaint.seconds, broken)
         if verdict.missing:
             return verdict
-    return judge(reports, own, seconds, broken)
-
-
-def _verdict_within(works: GroupWorks, limit: float) -> Verdict | None:
-    deadline = time.monotonic() + limit
-    while works.verdict is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return works.verdict
+    return judge(reports, complaint.place, complaint.seconds, broken)
 
 
 def _reports(answers: Mapping[int, Message | Presence]) -> dict[int, Status | Presence]:
@@ -257,13 +325,13 @@ def _reports(answers: Mapping[int, Message | Presence]) -> dict[int, Status | Pr
     }
 
 
-def _announcement(ranks: tuple[int, ...], verdict: Verdict) -> Message:
-    return {"ranks": ranks, "verdict": [verdict.message, verdict.missing]}
+def _as_json(verdict: Verdict | None) -> list[Any] | None:
+    return None if verdict is None else [verdict.message, to_runs(verdict.missing)]
 
 
 def _verdict_in(reports: Reports) -> Verdict | None:
     verdicts = (what.verdict for what in reports.values() if isinstance(what, Status))
-    return next((Verdict(each[0], tuple(each[1])) for each in verdicts if each is not None), None)
+    return next((Verdict(each[0], from_runs(each[1])) for each in verdicts if each is not None), None)
 
 
 def _beside(work: Callable[[], object]) -> threading.Thread | None:

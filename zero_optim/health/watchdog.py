@@ -4,8 +4,9 @@ It lives as long as an optimizer or DDP of several ranks. See Note [Waits that e
 
 Note [Watching NCCL]
     With NCCL the CPU does not wait, and a stream cannot raise. So the watchdog queries one work of each
-    group. If it is late, or ranks have ended, each rank logs the verdict, aborts its communicators, and
-    raises from the next work and in `RankGroup.read`; elsewhere a CPU that waits for the device goes on.
+    group. It is late before the group's timeout, at which PyTorch ends the process. If it is late, or ranks
+    have ended, each rank logs the verdict, aborts its communicators, and raises from the next work and in
+    `RankGroup.read`; elsewhere a CPU that waits for the device goes on.
 
 Note [Time asleep]
     A process may stand still for hours (SIGSTOP, a paused virtual machine), and all waits look long. If the
@@ -29,7 +30,8 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.work_log import GroupWorks, WorkLog, explain_nothing, log_of
 from zero_optim.comm.works import Work
 from zero_optim.compat.streams import asking
-from zero_optim.health.peers import ANSWER_LIMIT, Directory, Listener
+from zero_optim.health.directory import Directory
+from zero_optim.health.peers import ANSWER_LIMIT, Listener
 from zero_optim.health.verdicts import Verdicts
 
 PUNCTUAL = 1.0  # seconds by which a look may be late and still counts in full

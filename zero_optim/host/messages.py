@@ -1,4 +1,4 @@
-"""What ranks of one host send through memory: rows from owners, pieces between all pairs, sums.
+"""What ranks of one host send through memory: rows from owners, and sums.
 
 Note [Bits of a sum]
     gloo sums a tensor in one chunk a rank, and a chunk's terms one after the other: that of rank r begins
@@ -23,7 +23,7 @@ from zero_optim.host.shared_memory import SharedMemory
 Add = Callable[[Sequence[Tensor], int, Tensor], object]
 Then = Callable[[str | None], None] | None
 
-_ROWS, _PIECES, _ADDENDS, _SUMS = range(1, 5)  # kinds of messages
+_ROWS, _ADDENDS, _SUMS = range(1, 4)  # kinds of messages
 # Of which a sum has gloo's bits.
 _SUMMED = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
 _GLOO_SEGMENT = 2**20  # bytes that gloo sends at a time
@@ -39,30 +39,15 @@ class OneHost(SharedMemory):
         lists: list[list[Tensor]] = [[] for _ in range(self.size)]
         for owner, row in rows:
             lists[owner].append(row)
-        return self._start_copies(_ROWS, "rows", [lists[self.rank]] * self.size, lists, tag, then, num_heads)
+        own = lists[self.rank]
 
-    def exchange(self, pieces: Sequence[Tensor], arrivals: Sequence[Tensor]) -> HostWork:
-        """Send a piece to each rank and receive one of each; the own ones stay as they are."""
-        sent, received = ([[tensor] for tensor in of] for of in (pieces, arrivals))
-        return self._start_copies(_PIECES, "pieces", sent, received)
-
-    def _start_copies(
-        self,
-        kind: int,
-        name: str,
-        sent: Sequence[Sequence[Tensor]],  # by receiver
-        received: Sequence[Sequence[Tensor]],  # by sender
-        tag: int = 0,
-        then: Then = None,
-        num_heads: int = 0,
-    ) -> HostWork:
         def begin(work: HostWork) -> None:
             for peer in self.peers:
-                self.send(work, peer, kind, _places(sent[peer]), tag)
+                self.send(work, peer, _ROWS, _places(own), tag)
             for peer in self.peers:
-                self.expect(work, (peer,), kind, _copies(self, peer, received[peer], name), tag, num_heads)
+                self.expect(work, (peer,), _ROWS, _copies(self, peer, lists[peer], "rows"), tag, num_heads)
 
-        return self.start((sent, received), begin, then)
+        return self.start((lists,), begin, then)
 
     def sum_rows(self, rows: Sequence[Tensor], total: Tensor, add: Add) -> HostWork:
         """Send row r to rank r, and add up, by ``add``, all rows of this rank into ``total``."""

@@ -38,7 +38,7 @@ from zero_optim.host.segment import GIVEN_UP, LEFT, LINE, Segment
 
 _LOOK = 0.1  # seconds until a waiting thread looks whether the others are alive
 _LONGEST = 1.0  # seconds for which signal handlers wait
-_GRACE = 0.005  # seconds that the thread leaves to a caller who starts a call and waits for it
+_GRACE = 0.005  # seconds between two looks of the thread, for a caller to wait for what it has started
 _IDLE = 0.2  # seconds without calls until the thread ends
 _IS_PENDING = attrgetter("num_pending")
 _HEAD = ctypes.c_uint64 * (LINE // 8)  # number of the call, its kind, bytes, tag, bytes in the ring
@@ -63,7 +63,6 @@ class SharedMemory:
         self._waiting = list[HostWork]()  # what threads wait for; a list, as threads change it at once
         self._is_served = False  # by a thread: Note [Who moves the bytes]
         self._looked = time.monotonic()
-        self._wakes = ctypes.c_uint32()  # of the thread, which sleeps while there is nothing for it
         _ALL.add(self)
 
     # ------------------------------------------------------------------ calls begin
@@ -174,18 +173,18 @@ class SharedMemory:
         bell.value = (next(self._bells) * self.size + self.rank) % 2**32
         futex.wake(ctypes.addressof(bell))
 
-    def _ended(self) -> list[HostWork]:
+    def _ended(self, *, waits: bool = False) -> list[HostWork]:
         ended = list(itertools.filterfalse(_IS_PENDING, self._works))
         for work in ended:
             self._works.remove(work)
-        if ended and self._waiting:
+        if ended and len(self._waiting) > waits:
             self._ring(self.rank)  # another thread may sleep that waits for it
         return ended
 
     def wait(self, work: HostWork, seconds: float) -> None:
         """Move bytes until a call has ended, or failed."""
         deadline = time.monotonic() + seconds
-        while not work.is_completed():
+        while work.num_pending and self.failure is None:
             if time.monotonic() >= deadline:
                 raise RuntimeError(f"Timed out waiting {seconds} s for a call on this host")
             with HandlersLater():
@@ -194,7 +193,7 @@ class SharedMemory:
     def _wait(self, work: HostWork, deadline: float) -> None:
         self._waiting.append(work)
         try:
-            while not work.is_completed() and (left := deadline - time.monotonic()) > 0:
+            while work.num_pending and self.failure is None and (left := deadline - time.monotonic()) > 0:
                 self._move_or_sleep(min(left, _LOOK), work)
         finally:
             self._waiting.remove(work)
@@ -208,7 +207,7 @@ class SharedMemory:
             rings = bell.value
             has_moved = self._move()
             if has_moved:
-                ended = self._ended()
+                ended = self._ended(waits=work is not None)
             elif work is not None and work.is_completed():  # another thread has moved the rest
                 return
         if has_moved:
@@ -233,7 +232,7 @@ class SharedMemory:
 
     def release(self) -> None:
         """Take part no more, with nothing that failed: what this rank has sent counts. Takes no lock."""
-        self.close("Connection closed: this rank has let its process group go", gives_up=False)
+        self.close("Connection closed: this rank has released its process group", gives_up=False)
 
     def close(self, why: str, *, gives_up: bool = True) -> None:
         """Give up: all pending calls fail, here and elsewhere. Takes no lock."""
@@ -243,16 +242,13 @@ class SharedMemory:
         self._segments[self.rank].left.value = GIVEN_UP if gives_up else LEFT
         for peer in range(self.size):
             self._ring(peer)
-        self._wake_thread()
 
     # ------------------------------------------------------------------ the thread
 
     def _leave_to_thread(self) -> None:
         with self._lock:
             is_new, self._is_served = not self._is_served, True
-        if not is_new:
-            self._wake_thread()
-        else:
+        if is_new:
             try:
                 start_thread(self._serve, "zero_optim host memory")
             except RuntimeError as error:  # Python ends, or the system has no more: whoever waits moves
@@ -261,22 +257,21 @@ class SharedMemory:
                     self.close(f"Connection closed: this rank can start no thread for its calls: {error}")
                     self._end_rest()
 
-    def _wake_thread(self) -> None:
-        self._wakes.value += 1
-        futex.wake(ctypes.addressof(self._wakes))
-
     def _serve(self) -> None:
+        num_seen, since = 0, 0.0
+        time.sleep(_GRACE)
         while self.failure is None:
-            wakes = self._wakes.value
             if self._works and not self._waiting:
                 self._move_or_sleep(_LOOK)
                 continue
-            futex.wait(ctypes.addressof(self._wakes), wakes, _IDLE)
+            now = time.monotonic()
             with self._lock:
-                if wakes == self._wakes.value and not self._works:
+                if num_seen != self.num_started:
+                    num_seen, since = self.num_started, now
+                elif not self._works and now - since >= _IDLE:
                     self._is_served = False
                     return
-            time.sleep(_GRACE)
+            time.sleep(_GRACE)  # and is not woken: it would contend with the caller for the interpreter
         self._end_rest()
 
     def _end_rest(self) -> None:

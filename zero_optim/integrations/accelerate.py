@@ -58,14 +58,16 @@ class Accelerator(accelerate.Accelerator):
         if self.zero_stage == 1:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         if not self.sync_gradients:
-            raise ValueError("at stages 2 and 3 clip_grad_norm_() waits for accelerator.sync_gradients")
+            raise ValueError(
+                "at stages 2 and 3 call clip_grad_norm_() only if accelerator.sync_gradients is true"
+            )
         params = set(parameters)
         trained = {param for param in params if param.requires_grad}
         for ours in map(inner, filter(is_ours, self._optimizers)):
             if trained <= set(ours.pieces()) <= params:
                 self.unscale_gradients()
                 return ours.clip_grad_norm_(max_norm, norm_type)
-        raise ValueError("at stages 2 and 3 clip_grad_norm_() takes all parameters of one sharded optimizer")
+        raise ValueError("at stages 2 and 3 pass clip_grad_norm_() all parameters of one sharded optimizer")
 
     def save_state(self, *args: Any, **options: Any) -> Any:
         """Save everything, as Accelerate does; an optimizer's whole state on the ranks that write."""

@@ -62,7 +62,9 @@ class ZeroTrainer(_Trainer):
             chosen = self.optimizer_cls_and_kwargs
             kind, options = chosen or self.get_optimizer_cls_and_kwargs(self.args, model or self.model)
             if not isinstance(kind, type) or not issubclass(kind, optim.Optimizer):
-                raise TypeError(f"expected an optimizer's class, got {kind!r}, for Trainer a factory")
+                raise TypeError(
+                    f"expected an optimizer class, got {kind!r}, which Trainer takes for a factory"
+                )
             if kind is not ZeroRedundancyOptimizer:
                 options = {"optimizer_class": kind, **options}
             self.optimizer_cls_and_kwargs = ZeroRedundancyOptimizer, options

@@ -21,9 +21,15 @@ def wrap_parts(
     held = [param for some in parts for part in some for param in part.parameters() if param.requires_grad]
     trained = {param for param in module.parameters() if param.requires_grad}
     if len(held) != len(set(held)) or set(held) != trained:
-        raise ValueError("each parameter that trains has one optimizer, and a module without those of others")
+        raise ValueError(
+            "expected each trainable parameter in one optimizer, and each optimizer with modules of its own "
+            "that hold no parameters of another"
+        )
     if one_each and any(len(some) != 1 for some in parts):
-        raise ValueError("at stage 3 each optimizer has one module, as forward passes are those of a module")
+        raise ValueError(
+            "at stage 3 expected one module for each optimizer, with all of its parameters: put its modules "
+            "into one"
+        )
     modules = [some[0] if len(some) == 1 else nn.ModuleList(some) for some in parts]
     return [wrap(part, optimizer) for part, optimizer in zip(modules, optimizers, strict=True)]
 

@@ -1,7 +1,7 @@
 """An optimizer's steps: after or in the backward pass, with joined ranks and scalers."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -17,10 +17,11 @@ from zero_optim.flow.schedule import OVERLAP, Moment
 from zero_optim.iteration.joins import STEP_OF_JOIN, Joins, ShadowHook
 from zero_optim.iteration.overlap import Overlap
 from zero_optim.iteration.tasks import StepTask
+from zero_optim.plan.pieces import Pieces
 from zero_optim.state import rebinding
 from zero_optim.state.core import Core
 from zero_optim.step.amp import Scaling, drop_scale
-from zero_optim.step.clip import ClipArguments, clip_together
+from zero_optim.step.clip import ClipArguments, NormSlots, clip_together
 from zero_optim.step.join import Status, exchange, ranks_that
 from zero_optim.step.owned import Gradients
 
@@ -34,6 +35,7 @@ class Iteration:
         self.joins = Joins(core)
         self._core = core
         self._overlap: Overlap | None = None
+        self._norm_slots: NormSlots | None = None
 
     # ------------------------------------------------------------------ step()
 
@@ -41,32 +43,38 @@ class Iteration:
         self, optimizer: Optimizer, closure: Callable[[], float] | None, kwargs: dict[str, Any]
     ) -> float | None:
         """Prepare, step what this rank owns, and gather, as `ZeroRedundancyOptimizer.step`."""
-        self.joins.announce(steps=True)
-        self._core.snapshot.count_step()
-        if not self.joins.under_way:  # where ranks take other numbers of steps
-            self._core.group.works.begin_step(has_closure=closure is not None)
-        loss, shared, failure = self._evaluate(closure)
-        if self._finish_overlapped(optimizer, kwargs):
+        core, in_join = self._core, self.joins.announce(steps=True)
+        core.snapshot.count_step()
+        if not in_join:  # where ranks take other numbers of steps
+            core.ranks.works.begin_step(has_closure=closure is not None)
+        loss, shared, failure = (None, None, None) if closure is None else self._evaluate(closure)
+        if self._overlap is not None and self._finish_overlapped(self._overlap, optimizer, kwargs):
             return loss
         scaler = kwargs.pop("grad_scaler", None)
         try:
-            if not self._ready_gradients(optimizer, scaler, failure, has_gradients=shared is None):
-                return loss
+            is_ready = self._ready_gradients(
+                optimizer, scaler, failure, has_gradients=shared is None, in_join=in_join
+            )
         except BaseException as error:
-            self._core.engine.report_to_replicas(error)
+            core.engine.report_to_replicas(error)
             raise
-        result = self._step_rows(shared, **kwargs)
+        if not is_ready:
+            return loss
+        result = self._step_rows(in_join, shared, **kwargs)
         return loss if result is None else result
 
-    def _step_rows(self, shared: SharedCall | None = None, /, **kwargs: object) -> float | None:
+    def _step_rows(
+        self, in_join: bool, shared: SharedCall | None = None, /, **kwargs: object
+    ) -> float | None:
         core = self._core
         core.ranks.phase.traffic.count_step()
-        if shared is None and not self.joins.under_way:
+        if shared is None and not in_join:
             core.sample_gradients()
         work = partial(core.owned.step, core.groups, shared, None, **kwargs)
         some = partial(core.owned.step, core.groups, None, **kwargs) if core.inputs.held else None
         result = self._change("step()", work, None if shared is None else shared.finish, some)
-        self.joins.end_step()
+        if in_join:
+            self.joins.end_step()
         return result
 
     def _change(
@@ -78,7 +86,6 @@ class Iteration:
     ) -> T:
         """Change this rank's parameters in ``work``, then gather; ``after_work`` also after an error."""
         engine = self._core.engine
-        self._core.check_attached()
         task = StepTask(self._core, name, work, after_work, work_on)
         try:
             engine.on(Moment.STEP, engine.buckets, task)
@@ -88,13 +95,11 @@ class Iteration:
         return task.result
 
     def _evaluate(
-        self, closure: Callable[[], float] | None
+        self, closure: Callable[[], float]
     ) -> tuple[float | None, SharedCall | None, Exception | None]:
         """Return the loss, the closure if the class's own step evaluates it, its error inside ``Join``."""
-        if closure is None:
-            return None, None, None
         core, in_join = self._core, self.joins.under_way
-        is_ready = self._overlap is not None or in_join or core.sharding.has_cuts or bool(core.inputs.held)
+        is_ready = self._overlap is not None or in_join or bool(core.sharding.cut_params or core.inputs.held)
         if not is_ready and core.owned.takes_closures:
             return None, SharedCall(core.group, closure, partial(core.compare_unreduced, in_join=False)), None
         try:
@@ -107,13 +112,19 @@ class Iteration:
             return None, None, error
 
     def _ready_gradients(
-        self, optimizer: Optimizer, scaler: object, failure: Exception | None, *, has_gradients: bool
+        self,
+        optimizer: Optimizer,
+        scaler: object,
+        failure: Exception | None,
+        *,
+        has_gradients: bool,
+        in_join: bool,
     ) -> bool:
         """Check gradients, unscale them and lend them to joined ranks; all ranks call.
 
         Returns False if a scaler found an infinity on any rank: then no rank steps.
         """
-        core, in_join, scaling = self._core, self.joins.under_way, None
+        core, scaling = self._core, None
         if failure is None:
             try:
                 if has_gradients:  # else the class evaluates the closure, and they are checked then
@@ -155,10 +166,8 @@ class Iteration:
         if self._overlap is not None:
             self._overlap.wait_for_steps()
 
-    def _finish_overlapped(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
-        if self._overlap is None:
-            return False
-        if not self.has_begun:
+    def _finish_overlapped(self, overlap: Overlap, optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
+        if overlap.current is None:
             if self._core.inputs.options.overlap_with_ddp:
                 raise RuntimeError(
                     "overlap_with_ddp=True, but no step was taken during the backward pass: register the "
@@ -169,7 +178,7 @@ class Iteration:
         late = ", ".join(kwargs)
         if drop_scale(optimizer):
             late = late or "GradScaler, whose factor was not taken out of the gradients"
-        self._overlap.finish(late, joined=False)
+        overlap.finish(late, joined=False)
         return True
 
     # ------------------------------------------------------------------ process groups that end
@@ -203,6 +212,7 @@ class Iteration:
         core = self._core
 
         def call(*args: object, **kwargs: object) -> Any:  # noqa: ANN401 - what the class returns
+            core.check_attached()
             work = partial(core.owned.local.call, core.groups, matches, *args, **kwargs)
             return self._change(f"{name}()", partial(core.owned.run, work))
 
@@ -250,9 +260,14 @@ class Iteration:
                 group = core.group.during("clip")
                 self.joins.lend(group, exchange(group, Status.CLIPS), arguments.to_send())
             params, pieces, _ = self.joins.lendable()
-            holders = core.holders()
-            pieces = [holders.get(param, own) for param, own in zip(params, pieces, strict=True)]
-            return clip_together(core.group, params, pieces, arguments)
+            if core.inputs.held:
+                pieces = [core.holders.get(param, own) for param, own in zip(params, pieces, strict=True)]
+            return clip_together(core.group, params, self._slots_of(pieces), arguments)
+
+    def _slots_of(self, pieces: Sequence[Pieces]) -> NormSlots:
+        if self._norm_slots is None or not self._norm_slots.are_of(pieces):
+            self._norm_slots = NormSlots(pieces, self._core.group.rank, self._core.group.size)
+        return self._norm_slots
 
     def join_hook(self) -> JoinHook:
         """Return the ``Join`` hook that shadows the active ranks' steps."""
@@ -276,9 +291,9 @@ class Iteration:
             while ranks_that(statuses, Status.CLIPS):
                 arguments = self.joins.lend(group.during("clip"), statuses)
                 params, pieces, _ = self.joins.lendable()
-                clip_together(group, params, pieces, ClipArguments.received(arguments))
+                clip_together(group, params, self._slots_of(pieces), ClipArguments.received(arguments))
                 statuses = exchange(group, Status.JOINED)
             if ranks_that(statuses, Status.INFINITE):
                 return
             self.joins.lend(group, statuses)
-            self._step_rows()
+            self._step_rows(True)

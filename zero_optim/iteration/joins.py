@@ -17,8 +17,9 @@ from zero_optim.state.core import Core
 from zero_optim.step.join import Status, exchange, lend_gradients
 
 NO_JOIN = (
-    "gradients go to their owners alone. For uneven inputs use stage 1: ZeroRedundancyOptimizer with "
-    "PyTorch's or zero_optim.ddp's DistributedDataParallel. Or give every rank as many batches"
+    "each gradient is sent only to the rank that owns it. For uneven inputs use stage 1: "
+    "ZeroRedundancyOptimizer with PyTorch's or zero_optim.ddp's DistributedDataParallel. Or give every rank "
+    "as many batches"
 )
 
 
@@ -86,11 +87,16 @@ class Joins(Joinable):
         """The group over which ``Join`` counts active ranks."""
         return self._core.group.process_group
 
-    def announce(self, *, steps: bool) -> None:
-        """Report to ``Join``, once an iteration, that this rank has inputs; ``steps``: the iteration ends."""
+    def announce(self, *, steps: bool) -> bool:
+        """Report to ``Join``, once an iteration, that this rank has inputs; return whether one is active.
+
+        ``steps``: the iteration ends.
+        """
         if not self._is_announced:
             Join.notify_join_context(self)
-        self._is_announced = self.under_way and not steps
+        in_join = self.under_way
+        self._is_announced = in_join and not steps
+        return in_join
 
     def end_step(self) -> None:
         """Wait for lazy gathers: ``Join`` ends with DDP's broadcast, which reads all parameters."""

@@ -8,6 +8,7 @@ thread of the backward pass, in the next bucket's hook: Note [A thread or none] 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from zero_optim.flow.schedule import Moment
 from zero_optim.iteration.joins import Joins
 from zero_optim.iteration.tasks import PartTask, finally_call
 from zero_optim.plan.groups import ParamGroup, params_of
+from zero_optim.shard.gathers import start_header
 from zero_optim.state.core import Core
 
 
@@ -160,9 +162,9 @@ class Overlap:
         under_way = self.core.engine.under_way
         if broke_off and under_way.is_unclaimed and not joined:
             raise RuntimeError(
-                "the last backward pass broke off after part of its step had been taken, and the "
-                "forward pass since may have read parameters half way: call optimizer.wait_for_gathers() "
-                "before going on"
+                "the last backward pass failed after part of its step had been taken, and the forward pass "
+                "after it may have read old and new parameters: call optimizer.wait_for_gathers() before "
+                "training goes on"
             )
         under_way.wait()
 
@@ -194,11 +196,19 @@ class Overlap:
         task = PartTask(self.core, lanes, gradients, self._ungathered, failure, checks=ends)
         engine.on(moment, engine.buckets if ends else engine.buckets_of(gradients), task)
 
+    def send_header(self) -> None:
+        """Tell the other ranks, behind all gathers of a pass, what failed in it; all ranks call."""
+        engine = self.core.engine
+        if (header := engine.header()) is not None and engine.buckets:
+            lane, device = self.lanes.groups[0], engine.buckets[0].device
+            engine.under_way.start(partial(start_header, lane, header, device), keys=engine.buckets)
+
     def end_backward(self, *, is_final: bool, failed: bool) -> None:
         """End a backward pass: wait for gathers that no forward pass waits for."""
         assert self.current is not None  # begun by the first bucket of the pass
         self.current.end_backward(is_final=is_final, failed=failed)
         earlier, self.current.earlier = self.current.earlier, None
+        self.send_header()
         try:
             self.step({}, moment=Moment.AFTER_BACKWARD)
         except RemoteRankError:

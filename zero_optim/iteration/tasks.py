@@ -41,7 +41,7 @@ class StepTask(Gathering, Generic[T]):
         super().__init__(core.engine)
         self._core, self._name = core, name
         self._work, self._after_work = work, after_work  # the latter also after an error
-        self._changed: frozenset[Bucket] = frozenset()
+        self._changed: Sequence[Bucket] = ()
         self._is_prepared = False
         self._work_on = work_on
         self._is_in_parts = work_on is not None and core.owned.local.can_step_parts
@@ -61,12 +61,13 @@ class StepTask(Gathering, Generic[T]):
         except BaseException as error:  # noqa: BLE001 - raised when the others have heard of it
             self.failure = error
         if held := self._core.held_buckets:
-            self._changed, self._head = self._changing(), head_of(held, self.failure)
+            self._head = head_of(held, self.failure)
+            self._changed = self._changing(self._core.engine.agree_on_active(self._core.groups))
 
-    def _changing(self) -> frozenset[Bucket]:
-        core, engine = self._core, self._core.engine
-        moves_frozen, active = core.owned.local.moves_frozen, engine.agree_on_active(core.groups)
-        return frozenset(engine.buckets if moves_frozen else compress(engine.buckets, active))
+    def _changing(self, active: Sequence[bool]) -> Sequence[Bucket]:
+        buckets = self._core.engine.buckets
+        is_all = all(active) or self._core.owned.local.moves_frozen
+        return buckets if is_all else list(compress(buckets, active))
 
     def reduce(self, bucket: HeldBucket) -> None:
         """Start to bring what FSDP2 has reduced to owners, but not of buckets that never trained."""
@@ -104,11 +105,11 @@ class StepTask(Gathering, Generic[T]):
                     self._after_work()
         except BaseException as error:  # noqa: BLE001 - raised after the gather, for which others wait
             self.failure = error
-        self._tell(self._changing())
+        self._tell()
 
     def _step_in_parts(self) -> None:
         """Step a bucket while the next one moves; all ranks start moves in one order, also after errors."""
-        core, stamps = self._core, self._core.engine.stamps
+        core = self._core
         moving = {param for bucket in self._moved for param in bucket.params}
         grads = {param: core.owned.leaves.own_gradient(param) for param in core.own_params()}
         rest = {param: grad for param, grad in grads.items() if param not in moving}
@@ -123,37 +124,38 @@ class StepTask(Gathering, Generic[T]):
             except BaseException as error:  # noqa: BLE001 - raised after the gather, for which others wait
                 self.failure = error
             rest = {}
-            if number == 0:
-                self._tell(self._changing())
-            elif stamps is not None and self.failure is not None:
-                stamps.fail(self.failure)
+            if bucket is self._moved[-1]:
+                self._tell()
             self.awaited.start(partial(self.gather, bucket), bucket.nbytes_to_gather)
             for later in self._moved[number + _AT_ONCE :][:1]:
                 later.start_to_owners(self._head)
 
-    def _tell(self, changed: frozenset[Bucket]) -> None:
+    def _tell(self) -> None:
         """Begin the stamps of this call, which the gathers of what changed send."""
         core, engine = self._core, self._core.engine
-        self._changed = changed
-        for bucket in engine.buckets:
-            bucket.stepped(changed=bucket in changed)
         call = core.call(self._name, self.failure)
-        engine.begin_call(core.groups, call)
-        gathers_tell = any(Operation.GATHER in bucket.schedule[Moment.STEP] for bucket in changed)
-        core.ranks.works.note_failure("" if gathers_tell else call.failure_text)
-        self._stamps = engine.stamps
+        self._changed = self._changing(engine.begin_step(core.groups, call))
+        for bucket in engine.buckets:
+            bucket.stepped(changed=self._changed is engine.buckets or bucket in self._changed)
+        if self.failure is not None and not any(
+            Operation.GATHER in bucket.schedule[Moment.STEP] for bucket in self._changed
+        ):
+            core.ranks.works.note_failure(call.failure_text)
+        self._tells = True
 
     def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
         """Leave out buckets that never trained; one must start to train on all ranks."""
-        sent = self._moved if self.awaited is not None else ()
-        held = set(self._core.held_buckets)
-        chosen = [b for b in buckets if (b in self._moved if b in held else b in self._changed)]
-        return super().to_gather([bucket for bucket in chosen if bucket not in sent])
+        changed = self._changed
+        if held := set(self._core.held_buckets):
+            moved = [] if self.awaited is not None else self._moved  # else they are on their way
+            return super().to_gather([b for b in buckets if b in (moved if b in held else changed)])
+        return super().to_gather(buckets if changed == buckets else [b for b in buckets if b in changed])
 
     def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket, or send rows back to those who keep them."""
         if isinstance(bucket, HeldBucket):
-            return bucket.start_to_holders(None if self._stamps is None else self._stamps.send)
+            header, self._tells = self._core.engine.header() if self._tells else None, False
+            return bucket.start_to_holders(header)
         return super().gather(bucket)
 
     def clean_up(self, error: BaseException, buckets: Sequence[Bucket]) -> None:
@@ -168,7 +170,7 @@ class StepTask(Gathering, Generic[T]):
             bucket.release()
         core, engine = self._core, self._core.engine
         call = core.call(self._name, self.failure)
-        engine.compare_calls(core.group.during("agree"), call, with_last=not engine.is_lazy)
+        engine.compare_calls(core.ranks, call, with_last=not engine.is_lazy)
 
 
 class PartTask(Task):
@@ -190,6 +192,7 @@ class PartTask(Task):
         self._core, self._lanes, self._gradients = core, lanes, gradients
         self._ungathered, self._checks = ungathered, checks
         self._changed: frozenset[Tensor] = frozenset()
+        self._tells = checks  # the next gather has a header
         self.failure = failure
 
     def step(self, buckets: Sequence[Bucket]) -> None:
@@ -215,9 +218,8 @@ class PartTask(Task):
 
     def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket, on lanes that nobody else uses."""
-        stamps = self._core.engine.stamps
-        send = None if stamps is None else stamps.send
-        return start_gather(self._lanes, bucket, send, changed=self._changed)
+        header, self._tells = self._core.engine.header() if self._tells else None, False
+        return start_gather(self._lanes, bucket, header, changed=self._changed)
 
     def end(self) -> None:
         """Raise what failed on other ranks, where all has come."""

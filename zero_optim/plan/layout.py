@@ -1,9 +1,7 @@
 """The position of each parameter in a bucket's flat tensor, and each rank's row of it. No torch.
 
-    flat    | 1 1 1 1 . | 0 0 2 2 2 2 |      rank 0 owns parameter 1, rank 1 owns 0 and 2; "." is padding
-    rows    '---rank 0--'----rank 1---'
-
-``rooms``: header space for a stamp, in a row's padding or behind all rows.
+flat    | 1 1 1 1 . | 0 0 2 2 2 2 |      rank 0 owns parameter 1, rank 1 owns 0 and 2; "." is padding
+rows    '---rank 0--'----rank 1---'
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -59,56 +57,9 @@ class Layout:
 
     numels: tuple[int, ...]
     rows: tuple[Row, ...]
-    rooms: tuple[Span, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the layout."""
-        self._prove_rows()
-        self._prove_rooms()
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether a parameter has several extents."""
-        return sum(len(row.extents) for row in self.rows) > len(self.numels)
-
-    @property
-    def rooms_behind(self) -> tuple[Span, ...]:
-        """The header spaces behind all rows."""
-        return tuple(room for room in self.rooms if room.start >= self.end_of_rows)
-
-    @property
-    def numel(self) -> int:
-        """Elements of the flat tensor with padding and header space."""
-        return max([self.end_of_rows, *(room.stop for room in self.rooms[-1:])])
-
-    @property
-    def end_of_rows(self) -> int:
-        """The end of the last row."""
-        return self.rows[-1].stop if self.rows else 0
-
-    def spans(self) -> list[Span]:
-        """List what owners send: nonempty rows, then header space behind them."""
-        rows = [Span(row.owner, row.start, row.stop) for row in self.rows if row.stop > row.start]
-        return [*rows, *self.rooms_behind]
-
-    def offsets(self) -> list[int]:
-        """Return each parameter's offset in the flat tensor."""
-        # The first extent of a cut parameter comes last here.
-        first = {extent.param: extent.offset for row in self.rows[::-1] for extent in row.extents[::-1]}
-        return [first[param] for param in range(len(self.numels))]
-
-    def pieces(self, shapes: Sequence[Sequence[int]]) -> list[Pieces]:
-        """Return each parameter's pieces."""
-        pieces: list[list[Piece]] = [[] for _ in self.numels]
-        for row in self.rows:
-            for param, start, stop, _ in row.extents:
-                rows, numel = num_rows(shapes[param]), self.numels[param]
-                is_all = stop - start == numel  # also of an empty one
-                first, last = (0, rows) if is_all else (start * rows // numel, stop * rows // numel)
-                pieces[param].append(Piece(row.owner, first, last))
-        return list(map(tuple, pieces))
-
-    def _prove_rows(self) -> None:
         end, owner = 0, -1
         covered: dict[int, tuple[int, int]] = {}  # elements of a parameter, and where the last one lies
         for row in self.rows:
@@ -147,18 +98,32 @@ class Layout:
                     f"parameter {param} of the bucket: {count} of its {numel} elements have a place"
                 )
 
-    def _prove_rooms(self) -> None:
-        rows = {row.owner: row for row in self.rows}
-        end = self.end_of_rows
-        for room in self.rooms_behind:
-            if room.start < end or room.stop <= room.start:
-                raise ValueError(f"{room} overlaps what ends at {end}")
-            end = room.stop
-        for room in self.rooms[: len(self.rooms) - len(self.rooms_behind)]:
-            row = rows[room.owner]
-            inside = row.start <= room.start < room.stop <= row.stop
-            if not inside or any(e.offset < room.stop and room.start < e.end for e in row.extents):
-                raise ValueError(f"{room} is not in the padding of the row of rank {row.owner}")
+    @property
+    def is_cut(self) -> bool:
+        """Whether a parameter has several extents."""
+        return sum(len(row.extents) for row in self.rows) > len(self.numels)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat tensor with padding."""
+        return self.rows[-1].stop if self.rows else 0
+
+    def offsets(self) -> list[int]:
+        """Return each parameter's offset in the flat tensor."""
+        # The first extent of a cut parameter comes last here.
+        first = {extent.param: extent.offset for row in self.rows[::-1] for extent in row.extents[::-1]}
+        return [first[param] for param in range(len(self.numels))]
+
+    def pieces(self, shapes: Sequence[Sequence[int]]) -> list[Pieces]:
+        """Return each parameter's pieces."""
+        pieces: list[list[Piece]] = [[] for _ in self.numels]
+        for row in self.rows:
+            for param, start, stop, _ in row.extents:
+                rows, numel = num_rows(shapes[param]), self.numels[param]
+                is_all = stop - start == numel  # also of an empty one
+                first, last = (0, rows) if is_all else (start * rows // numel, stop * rows // numel)
+                pieces[param].append(Piece(row.owner, first, last))
+        return list(map(tuple, pieces))
 
 
 def aligned(count: int, alignment: int) -> int:
@@ -219,30 +184,3 @@ def rows_apart(spans: Iterable[Sequence[Span]], num_ranks: int, alignment: int =
             offset = aligned(row[-1].end, alignment) if row else 0
             row.append(Extent(param, start, stop, offset))
     return [Row(rank, 0, row[-1].end if row else 0, tuple(row)) for rank, row in enumerate(by_rank)]
-
-
-def with_rooms(layout: Layout, length: int, alignment: int = 1) -> Layout:
-    """Add header space to rows, except empty ones and those within one parameter: padding, else more row."""
-    rows, rooms, shift = [], list[Span](), 0
-    for row in layout.rows:
-        behind = [*(extent.offset for extent in row.extents[1:]), row.stop][: len(row.extents)]
-        filled = [pair for pair in zip(row.extents, behind, strict=True) if pair[0].stop > pair[0].start]
-        # (padding, begin) behind extents that end their parameter, or else before the first that begins one
-        places = [(end - e.end, e.end) for e, end in filled if e.stop == layout.numels[e.param]]
-        places = [place for place in places if place[0] >= length] or places[-1:]
-        places = places or [(0, e.offset) for e, _ in filled if e.start == 0][:1]
-        padding, begin = places[-1] if places else (length, row.stop)
-        growth = aligned(max(0, length - padding), alignment)
-        rooms += [Span(row.owner, begin + shift, begin + shift + length)] if places else []
-        extents = (e._replace(offset=e.offset + shift + growth * (e.offset >= begin)) for e in row.extents)
-        rows.append(Row(row.owner, row.start + shift, row.stop + shift + growth, tuple(extents)))
-        shift += growth
-    return Layout(layout.numels, tuple(rows), tuple(rooms))
-
-
-def with_rooms_behind(layout: Layout, owners: Sequence[int], length: int, alignment: int = 1) -> Layout:
-    """Add header space behind the rows, for ranks without any."""
-    size = aligned(length, alignment)
-    starts = (layout.end_of_rows + size * number for number in range(len(owners)))
-    behind = [Span(owner, start, start + length) for owner, start in zip(owners, starts, strict=True)]
-    return Layout(layout.numels, layout.rows, (*layout.rooms, *behind))

@@ -32,16 +32,14 @@ class RankLoads:
         """Return the largest load."""
         return max(self._heap)[0]
 
-    def pop_least(self, count: int) -> list[tuple[float, int]]:
-        """Remove the least loaded ranks; return (load, rank) pairs by rank; `push` must follow for each."""
-        return sorted((heapq.heappop(self._heap) for _ in range(count)), key=lambda pair: pair[1])
+    def by_load(self) -> list[int]:
+        """List the ranks by rising load."""
+        return [rank for _, rank in sorted(self._heap)]
 
-    def push(self, load: float, rank: int) -> None:
-        """Insert a rank again."""
-        heapq.heappush(self._heap, (load, rank))
-
-    def assign(self, costs: Sequence[float], nbytes: Sequence[int] | None = None) -> list[int]:
-        """Return an owner for each item and add the costs; the costliest goes first, or the largest."""
+    def assign(
+        self, costs: Sequence[float], nbytes: Sequence[int] | None = None, most: int | None = None
+    ) -> list[int]:
+        """Return an owner for each item, ``most`` in all, and add the costs; costliest or largest first."""
         for index, cost in enumerate(costs):
             if not 0 <= cost < float("inf"):
                 raise ValueError(f"expected finite costs of at least 0, got {cost} for item {index}")
@@ -50,7 +48,8 @@ class RankLoads:
         chosen: list[tuple[int, float, int]] = []  # a heap of (bytes of the bucket, load, rank)
         # sorted() is stable, even reversed: equal items keep their order.
         for index in sorted(range(len(costs)), key=(nbytes or costs).__getitem__, reverse=True):
-            if self._heap and (not chosen or (0, *self._heap[0]) < chosen[0]):
+            may_add = self._heap and (most is None or len(chosen) < most)
+            if may_add and (not chosen or (0, *self._heap[0]) < chosen[0]):
                 load, owner = heapq.heappop(self._heap)
                 heapq.heappush(chosen, (sizes[index], load + costs[index], owner))
             else:
@@ -58,7 +57,7 @@ class RankLoads:
                 heapq.heapreplace(chosen, (size + sizes[index], load + costs[index], owner))
             owners[index] = owner
         for _, load, owner in chosen:
-            self.push(load, owner)
+            heapq.heappush(self._heap, (load, owner))
         return owners
 
 

@@ -69,14 +69,17 @@ class Plan:
 def make_plan(
     groups: Sequence[Sequence[Tensor]],
     costs: Sequence[Sequence[float]],
-    num_ranks: int,
+    loads: Sequence[float],
     cap_nbytes: int,
-    loads: Sequence[float] | None = None,
     bears_cuts: Sequence[bool] | None = None,
     units: Sequence[int | None] | None = None,
     used: Sequence[torch.dtype] | None = None,
+    row_nbytes: int = 2**20,
 ) -> Plan:
-    """Plan buckets, which never mix ``units``, and owners; without ``bears_cuts`` only the model is even."""
+    """Plan buckets, which never mix ``units``, and owners; without ``bears_cuts`` only the model is even.
+
+    ``loads``: of each rank before. ``row_nbytes``: a row that is worth a message of the transport.
+    """
     params = list(chain.from_iterable(groups))
     bears = [False] * len(params) if bears_cuts is None else bears_cuts
     units = units or [None] * len(params)
@@ -91,7 +94,8 @@ def make_plan(
     last_first = range(len(params) - 1, -1, -1)
     in_units = [index for index in last_first if units[index] is not None]
     buckets = sorted(assign_buckets(keys, nbytes, sys.maxsize, in_units), key=max, reverse=True)
-    buckets += assign_buckets(keys, nbytes, cap_nbytes, [i for i in last_first if units[i] is None])
+    outside = [index for index in last_first if units[index] is None]
+    buckets += assign_buckets(keys, nbytes, cap_nbytes, outside, overflow=True)
     alignments, steps = [], [0] * len(params)
     for bucket in buckets:
         narrow = 1 if used is None else max(1, item_nbytes[bucket[0]] // used[bucket[0]].itemsize)
@@ -100,8 +104,11 @@ def make_plan(
             steps[index] = _cut_step(params[index], alignments[-1]) if bears[index] else 0
     every_cost = tuple(chain.from_iterable(costs))
     members = [range(*ends) for ends in pairwise(accumulate(map(len, groups), initial=0))]
-    planned = Planned(numels, item_nbytes, every_cost, steps, members, buckets, alignments)
-    layouts = choose_rows(planned, loads or [0] * num_ranks, even_buckets=bears_cuts is not None)
+    trains = [params[bucket[0]].requires_grad for bucket in buckets]
+    planned = Planned(
+        numels, item_nbytes, every_cost, steps, members, buckets, alignments, trains, row_nbytes
+    )
+    layouts = choose_rows(planned, loads, even_buckets=bears_cuts is not None)
     plans = [BucketPlan(tuple(bucket), layout) for bucket, layout in zip(buckets, layouts, strict=True)]
     needed = [place / len(group) for group in groups for place in range(len(group))]
     plans.sort(key=lambda plan: min(needed[index] for index in plan.params))
@@ -116,10 +123,10 @@ def make_plan_beside(
     held: Sequence[Pieces | None],
     groups: Sequence[Sequence[Tensor]],
     costs: Sequence[Sequence[float]],
-    num_ranks: int,
-    cap_nbytes: int,
     loads: Sequence[float],
+    cap_nbytes: int,
     bears_cuts: Sequence[bool] | None,
+    row_nbytes: int,
 ) -> Plan:
     """Plan parameters of which others hold rows, beside plain ones, which stay whole.
 
@@ -137,8 +144,9 @@ def make_plan_beside(
         params = list(chain.from_iterable(groups))
         plain = [[params[index] for index in group] for group in outside]
         spent = [[every_cost[index] for index in group] for group in outside]
-        plan = make_plan(plain, spent, num_ranks, cap_nbytes, loads)
+        plan = make_plan(plain, spent, loads, cap_nbytes, row_nbytes=row_nbytes)
         pieces.update(zip(places, plan.pieces, strict=True))
+    num_ranks = len(loads)
     loads = [load + more for load, more in zip(loads, plan.loads(num_ranks), strict=True)]
     moved = [[index for index in group if index not in pieces] for group in members]
     owners = assign_owners([[every_cost[index] for index in group] for group in moved], num_ranks, loads)

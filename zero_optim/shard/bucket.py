@@ -20,7 +20,6 @@ from zero_optim.compat import private
 from zero_optim.compat.memory import give_back_pages, is_seen_by_others, seen_outside
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.schedule import ZERO1, Schedule
-from zero_optim.health.stamp import Header, headers_in
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.pieces import Piece, is_whole
 from zero_optim.shard.places import Form, can_be_views, views_in, with_own_storages, zero_padding
@@ -124,30 +123,32 @@ class Bucket:
         rank: int,
         label: str = "",
         *,
+        dtype: torch.dtype | None = None,  # of the flat tensor; None for that of the parameters
         as_views: bool = True,  # moves the parameters into the flat tensor if they can be; ranks may differ
         shared: Collection[int] = (),  # ids of those that stay where they are
     ) -> None:
         self.params = params
-        self.layout, self._numel = layout, layout.numel
+        self.layout = layout
         self.rank = rank
         self.label = label  # names it in messages
         self.forms = list(map(Form.of, params))
-        self.device, self.dtype = self.forms[0].device, self.forms[0].dtype  # of the flat tensor
+        self.device, self.dtype = self.forms[0].device, dtype or self.forms[0].dtype
+        self.nbytes = layout.numel * self.dtype.itemsize  # of the flat tensor with padding
         pieces = layout.pieces([form.size for form in self.forms])
         parts = [(index, piece) for index, of_param in enumerate(pieces) for piece in of_param]
         self.own = [part for part in parts if part[1].owner == rank]
         self._others = [part for part in parts if part[1].owner != rank]
         self._received = [params[index] for index in dict.fromkeys(index for index, _ in self._others)]
         stay = {index for index, param in enumerate(params) if id(param) in shared}
-        is_flat = as_views and can_be_views(params)
-        self._in_flat = InFlat(params, self.forms, layout, stay) if is_flat else None
-        self._lasting: Tensor | None = None  # a flat tensor, with its rows and header spaces
+        self.is_in_place = as_views and can_be_views(params)  # the parameters lie in the flat tensor
+        self._in_flat = InFlat(params, self.forms, layout, stay) if self.is_in_place else None
+        self.nbytes_to_gather = 0 if self.is_in_place else self.nbytes  # while one is pending
+        self._lasting: Tensor | None = None  # a flat tensor, with its rows
         if self._in_flat is not None:
             self._keep(self._in_flat.flat)
 
     def _keep(self, flat: Tensor) -> None:
         self._lasting, self._sent = flat, rows_in(flat, self.layout)
-        self._headers = headers_in(flat, self.layout.rooms)
 
     def __reduce__(self) -> tuple[Callable[..., "Bucket"], tuple[list[Tensor], Layout, int, str]]:
         """Copy and pickle as a new bucket of the copied parameters."""
@@ -159,24 +160,9 @@ class Bucket:
         self.schedule = recipe
 
     @property
-    def is_in_place(self) -> bool:
-        """Whether the parameters lie in the flat tensor."""
-        return self._in_flat is not None
-
-    @property
     def is_active(self) -> bool:
         """Whether a parameter trains or has a gradient."""
         return any(p.requires_grad or p.grad is not None for p in self.params)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the flat tensor with padding."""
-        return self._numel * self.dtype.itemsize
-
-    @property
-    def nbytes_to_gather(self) -> int:
-        """Extra bytes of a pending gather."""
-        return self.nbytes if self._in_flat is None else 0
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """View the parameters in a flat tensor of any dtype."""
@@ -206,10 +192,6 @@ class Bucket:
     def rows(self, flat: Tensor) -> list[tuple[int, Tensor]]:
         """List what owners send of a flat tensor, as `rows_in`."""
         return self._sent if flat is self._lasting else rows_in(flat, self.layout)
-
-    def headers(self, flat: Tensor) -> list[Header]:
-        """List the header spaces of a flat tensor, as `headers_in`."""
-        return self._headers if flat is self._lasting else headers_in(flat, self.layout.rooms)
 
     def receive(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
         """Copy other ranks' rows of ``flat`` to the parameters, or to those in ``changed``; tell autograd."""
@@ -253,9 +235,10 @@ def _again(params: list[Tensor], layout: Layout, rank: int, label: str, *, as_vi
 
 
 def rows_in(flat: Tensor, layout: Layout) -> list[tuple[int, Tensor]]:
-    """List what owners send of a flat tensor, in bytes: rows, then header space behind them."""
+    """List what owners send of a flat tensor, in bytes."""
     octets, size = flat.view(torch.uint8), flat.element_size()
-    return [(span.owner, octets[span.start * size : span.stop * size]) for span in layout.spans()]
+    filled = (row for row in layout.rows if row.stop > row.start)
+    return [(row.owner, octets[row.start * size : row.stop * size]) for row in filled]
 
 
 def _rows(tensor: Tensor, piece: Piece) -> Tensor:

@@ -36,6 +36,7 @@ from zero_optim.errors import RemoteRankError
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import ZERO1, Moment, Operation, Placement, Schedule
+from zero_optim.health.stamp import Header
 from zero_optim.health.stamps import Call, Stamps
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.shard.bucket import Bucket, copy_out
@@ -48,13 +49,13 @@ NUM_FLAT_TENSORS = 4
 
 
 class Gathering(Task):
-    """The gather of all buckets, without stamps. Subclasses step, and send stamps."""
+    """The gather of all buckets, without a header. Subclasses step, and send one."""
 
     def __init__(self, engine: "Engine") -> None:
         self._engine, self._group = engine, engine.group.during("gather")
         self._lanes: Lease | None = None
-        self.span = self._group.phase.held_up() if engine.is_on_cpu else nullcontext()
-        self._stamps: Stamps | None = None  # which the rows send
+        self.span = self._group.phase if engine.is_on_cpu else nullcontext()
+        self._tells = False  # the next gather has a header
 
     def step(self, buckets: Sequence[Bucket]) -> None:
         """Note that all rows changed."""
@@ -70,7 +71,8 @@ class Gathering(Task):
         """Start the gather of a bucket."""
         group, lanes = self._group, self._lanes
         used = (group,) if lanes is None or not may_use_lanes(bucket, group) else lanes.groups
-        return start_gather(used, bucket, None if self._stamps is None else self._stamps.send)
+        header, self._tells = self._engine.header() if self._tells else None, False
+        return start_gather(used, bucket, header)
 
     def clean_up(self, error: BaseException, buckets: Sequence[Any]) -> None:
         """Let nobody else use lanes on which something failed."""
@@ -92,6 +94,7 @@ class Engine:
         self._recipe = ZERO1  # of buckets that every rank keeps whole
         self._readers: list[frozenset[Tensor]] = []  # parameters of models whose modules wait for gathers
         self._lanes: Lease | None = None  # for owners, see Note [A lane an owner] in `gathers`
+        self._without_lanes: list[Bucket] = []  # which do not gain by them
         self._numbers: dict[Tensor, int] = {}  # of the bucket of each parameter
         self._active: list[bool] = []
 
@@ -185,17 +188,6 @@ class Engine:
         """Return for each bucket whether it trains, or did at an earlier gather."""
         return [was or bucket.is_active for bucket, was in zip(self.buckets, self._active, strict=True)]
 
-    @eager
-    def agree_on_active(self, groups: Sequence[ParamGroup]) -> list[bool]:
-        """Return `active`; RankMismatchError, on every rank, if ranks differ. Communicates if it changed."""
-        active = self.active()
-        if active != self._active:
-            states = ["trainable" if param.requires_grad else "frozen" for param in params_of(groups)]
-            items = [f"{name} {state}" for name, state in zip(param_names(groups), states, strict=True)]
-            agree(self.group, items, "which parameters are frozen")
-            self._active = active
-        return active
-
     def check_unpinned(self) -> None:
         """Raise RuntimeError if somebody needs a bucket whole and unchanged. No communication."""
         for bucket in self.row_buckets:
@@ -275,9 +267,9 @@ class Engine:
                 begin = partial(task.gather, bucket)
                 if bucket.gathers is not None:
                     bucket.gathers.start(begin)
-                elif Operation.WAIT in bucket.schedule[moment]:
+                elif Operation.WAIT in bucket.schedule.moments[moment]:
                     if task.awaited is None:
-                        most = max(each.nbytes_to_gather for each in chosen)
+                        most = max([each.nbytes_to_gather for each in chosen])
                         task.awaited = Flow(NUM_FLAT_TENSORS * most)
                     task.awaited.start(begin, bucket.nbytes_to_gather)
                 else:
@@ -306,27 +298,51 @@ class Engine:
 
     def lanes_for(self, buckets: Sequence[Bucket]) -> Lease | None:
         """Return lanes for owners if they make a gather faster, or did for another; all ranks call."""
-        group = self.group.during("gather")
         buckets = [bucket for bucket in buckets if bucket.schedule.parameters is not Placement.HELD]
-        if self._lanes is None and gains_by_lanes(group, buckets):
-            self._lanes = host_lanes_beside(group)
+        if self._lanes is None and self._without_lanes != buckets:
+            group = self.group.during("gather")
+            if gains_by_lanes(group, buckets):
+                self._lanes = host_lanes_beside(group)
+            else:
+                self._without_lanes = list(buckets)
         return self._lanes
 
     # ------------------------------------------------------------------ what ranks tell each other beside
 
-    @eager
     def begin_call(self, groups: Sequence[ParamGroup], call: Call) -> None:
-        """Let the next gathers send a call's stamps, after waiting for the last call's."""
+        """Let the next header have a call's stamps; the last call's have been waited for."""
         if self.stamps is not None:
-            self.under_way.wait()
             self.stamps.begin(groups, call)
+
+    def header(self) -> Header | None:
+        """Return what tells the other ranks of the last call; it goes with one gather."""
+        return None if self.stamps is None else self.stamps.header()
+
+    @eager
+    def begin_step(self, groups: Sequence[ParamGroup], call: Call) -> list[bool]:
+        """Begin a call that steps all; return `active`. RankMismatchError, on every rank, if that differs.
+
+        Communicates if it changed.
+        """
+        active = self.agree_on_active(groups)
+        self.begin_call(groups, call)
+        return active
+
+    @eager
+    def agree_on_active(self, groups: Sequence[ParamGroup]) -> list[bool]:
+        """Return `active`, as `begin_step`."""
+        active = self.active()
+        if active != self._active:
+            states = ["trainable" if param.requires_grad else "frozen" for param in params_of(groups)]
+            items = [f"{name} {state}" for name, state in zip(param_names(groups), states, strict=True)]
+            agree(self.group, items, "which parameters are frozen")
+            self._active = active
+        return active
 
     @eager
     def compare_calls(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
         """Check stamps; ``with_last`` also the last call's, if the CPU need not wait for a device."""
         if self.stamps is not None:
-            if with_last:
-                self.under_way.wait()
             self.stamps.compare(group, call, with_last=with_last and self.is_on_cpu)
 
     def raise_failures(self) -> None:

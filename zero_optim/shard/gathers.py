@@ -23,7 +23,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.sending import spread_rows
 from zero_optim.flow.pending import Pending, Waitable
-from zero_optim.health.stamp import STAMP_NBYTES, Send
+from zero_optim.health.stamp import Arrival, Header
 from zero_optim.health.unit_stamps import Purpose, UnitStamps
 from zero_optim.shard.bucket import Bucket
 
@@ -34,32 +34,30 @@ LANES_FROM_NBYTES = 2**21
 def start_gather(
     lanes: Sequence[RankGroup],
     bucket: Bucket,
-    send: Send | None = None,  # writes a stamp
+    header: Header | None = None,  # goes with it
     changed: Collection[Tensor] | None = None,  # parameters that change for autograd; None for all
 ) -> Pending[None]:
     """Start the gather of a bucket, owner r on lane r modulo their number. Until ``wait()`` nobody writes."""
     flat = bucket.fill()
-    take = None if send is None else send(bucket.headers(flat), lanes[0].rank)
-    works = start_broadcasts(lanes, bucket.rows(flat), bucket.label)
+    heads = None if header is None else header.written(lanes[0].size, lanes[0].rank, bucket.device)
+    works, rows = list[Waitable](), bucket.rows(flat)
+    for number, lane in enumerate(lanes):
+        some = rows if len(lanes) == 1 else [row for row in rows if row[0] % len(lanes) == number]
+        works += lane.broadcast_rows(some, bucket.label, None if number else heads)
 
     def end(_: object) -> None:
         bucket.receive(flat, changed)
-        if take is not None:
-            take()
+        if header is not None and heads is not None:
+            header.take(Arrival(heads, header.mine))
 
-    return Pending(works, end, [flat])
+    return Pending(works, end, [flat] if heads is None else [flat, heads])
 
 
-def start_broadcasts(
-    lanes: Sequence[RankGroup], rows: Sequence[tuple[int, Tensor]], label: str
-) -> list[Waitable]:
-    """Broadcast each (rank, row) on the lane of that rank."""
-    if len(lanes) == 1:
-        return lanes[0].broadcast_rows(rows, label)
-    works: list[Waitable] = []
-    for number, lane in enumerate(lanes):
-        works += lane.broadcast_rows([row for row in rows if row[0] % len(lanes) == number], label)
-    return works
+def start_header(lane: RankGroup, header: Header, device: torch.device) -> Pending[None]:
+    """Start the gather of a header alone; all ranks call."""
+    heads = header.written(lane.size, lane.rank, device)
+    works = lane.broadcast_rows([], "stamps", heads)
+    return Pending(works, lambda _: header.take(Arrival(heads, header.mine)), [heads])
 
 
 def gains_by_lanes(group: RankGroup, buckets: Sequence[Bucket]) -> bool:
@@ -88,16 +86,16 @@ class UnitGathers:
     def start(self, bucket: Bucket, purpose: Purpose, *, tells: bool = False) -> Pending[None]:
         """Start a bucket's gather, with a stamp as `UnitStamps.begin`; all ranks call, in one order."""
         self.group.works.note_failure("")  # its stamp tells
-        mark, send = self.stamps.begin(bucket.params[0], purpose, tells=tells)
+        mark, header = self.stamps.begin(bucket.params[0], purpose, tells=tells)
         lanes = [lane.during("gather") for lane in self.lanes.groups]
         if self.group.size == 1 or not self.group.transport(bucket.device).waits_on_host:
-            return start_gather(lanes, bucket, send)
-        flat = bucket.fill()
-        stamps = torch.zeros(self.group.size, STAMP_NBYTES, dtype=torch.uint8, device="cpu")
-        before = list(enumerate(stamps.unbind()))  # Note [Marks of units] in `unit_stamps`
-        take = send(before, self.group.rank)
+            return start_gather(lanes, bucket, header if self.group.size > 1 else None)
+        flat, (mine, take) = bucket.fill(), header
+        heads = header.written(self.group.size, self.group.rank, bucket.device)
+        before = list(enumerate(heads.unbind()))  # Note [Marks of units] in `unit_stamps`
         first, *rest = spread_rows(lanes, before, bucket.rows(flat), mark, bucket.label)
-        return Pending([Pending([first], lambda _: take()), *rest], lambda _: bucket.receive(flat), [flat])
+        taken = Pending([first], lambda _: take(Arrival(heads, mine)))
+        return Pending([taken, *rest], lambda _: bucket.receive(flat), [flat])
 
     def abandon(self) -> None:
         """Give up the lanes, on which ranks started different gathers."""

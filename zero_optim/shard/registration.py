@@ -105,8 +105,8 @@ class Registration:
         missing = sum(param.requires_grad for param in set(self.params).difference(params))
         if missing:
             raise ValueError(
-                f"the optimizer lacks {missing} trainable parameters of the fully sharded model, so nobody "
-                "would step them: give it all of wrapped.parameters(), in groups if need be, or freeze them "
+                f"the optimizer lacks {missing} trainable parameters of the fully sharded model, so they "
+                "would not train: give it all of wrapped.parameters(), in groups if need be, or freeze them "
                 "(requires_grad=False) before wrapping"
             )
         if any(param.grad is not None for param in self.params):
@@ -116,10 +116,6 @@ class Registration:
             )
         for bucket in self.all_buckets:
             bucket.refresh()
-
-    def reusable(self) -> list[RowBucket]:
-        """List buckets for reuse by the next optimizer."""
-        return self.all_buckets if self.is_open else []
 
     def fill(self, buckets: Sequence[RowBucket]) -> None:
         """Copy this rank's rows into new buckets and free the parameters; all ranks call; communicates."""

@@ -35,13 +35,14 @@ from zero_optim.shard.row_storage import RowStorage
 from zero_optim.shard.unit_memory import UnitMemory
 
 _WRITE = (
-    "a parameter of {name} was written to, or given other memory, while it was not whole, so no owner has "
-    "seen it: write inside zero_optim.ddp.unsharded(module), which hands what was written to the owners. To "
-    "convert or move a model, call its .to(), .half() or .cuda() before the first forward pass"
+    "a parameter of {name} was written to, or got other memory, while its values were not on this rank, so "
+    "the write is lost: write inside zero_optim.ddp.unsharded(module), which sends the values to the ranks "
+    "that own them. To convert or move a model, call its .to(), .half() or .cuda() before the first forward "
+    "pass"
 )
 _PINNED = (
-    "the parameters of {name} are whole for somebody to read or write: leave unsharded() before "
-    "they are stepped, averaged, saved or loaded"
+    "the parameters of {name} are inside unsharded(): leave it before a step, before averaged weights, and "
+    "before a save or load"
 )
 
 
@@ -56,14 +57,6 @@ class Uncopied:
             "parameters. Save model.state_dict(), or use zero_optim.checkpoint.save. For averages, as "
             "AveragedModel makes them, give the optimizer ema_decay"
         )
-
-
-class Place(NamedTuple):
-    """This rank's part of one parameter."""
-
-    param: int  # index in the bucket
-    first: int  # of its rows that are here
-    rows: Tensor  # a view of the bucket's row
 
 
 class KeptRows(NamedTuple):
@@ -89,9 +82,9 @@ class RowBucket(Uncopied, Bucket):
         dtype: torch.dtype | None = None,  # of the flat tensor and whole parameters
         storage: RowStorage | None = None,
     ) -> None:
-        super().__init__(params, layout, rank, label, as_views=False)
         # The parameters have the compute dtype already where another bucket held them.
-        self.dtype, row_dtype = self.dtype if dtype is None else dtype, kept_dtype(params[0])
+        super().__init__(params, layout, rank, label, dtype=dtype, as_views=False)
+        row_dtype = kept_dtype(params[0])
         self._storage = RowStorage() if storage is None else storage
         self._memory = UnitMemory(layout.numel, self.dtype, self.device)
         self._flat = self._memory.flat
@@ -102,7 +95,7 @@ class RowBucket(Uncopied, Bucket):
         self._flat_row = self._flat[self.span]
         self._memory.free()
         # A row that is all of it, in ordinary memory and in its dtype, is the flat tensor, which stays then.
-        is_all = (self.span.start, self.span.stop) == (0, layout.end_of_rows)
+        is_all = (self.span.start, self.span.stop) == (0, layout.numel)
         self._stays = is_all and not self._storage.on_host and self.dtype == row_dtype
         self.row = self._flat_row if self._stays else self._flat.new_empty(0, dtype=row_dtype)
         self._has_row = False  # it gets memory at its first use
@@ -159,8 +152,8 @@ class RowBucket(Uncopied, Bucket):
             self.row = self.row.new_empty(self._flat_row.numel())
             zero_padding(self.row, self.layout, self.span.start)
 
-    def places(self) -> Iterator[Place]:
-        """Yield this rank's parts of parameters, as views of `row`."""
+    def places(self) -> Iterator[tuple[Tensor, int, Tensor]]:
+        """Yield parameters, the first row of each that is here, and the rows, as views of `row`."""
         self._make_row()
         self._storage.wait()
         offsets = self.layout.offsets()
@@ -169,18 +162,18 @@ class RowBucket(Uncopied, Bucket):
             size, stride = form.size, form.stride
             if not is_whole(piece, size):  # dimension 0 is outermost in memory
                 size, at = torch.Size((piece.stop - piece.start, *size[1:])), at + piece.start * stride[0]
-            yield Place(index, piece.start, self.row.as_strided(size, stride, at))
+            yield self.params[index], piece.start, self.row.as_strided(size, stride, at)
 
     def own_rows(self) -> dict[Tensor, Tensor]:
         """Map the parameters of which this rank owns rows to views of these."""
-        return {self.params[place.param]: place.rows for place in self.places()}
+        return {param: rows for param, _, rows in self.places()}
 
     @torch.no_grad()
     def take_in(self, param: Tensor, values: Tensor | None = None) -> None:
         """Copy this rank's rows out of a parameter's values, by default its own; then it is freed."""
         whole = param if values is None else values
-        for index, first, rows in self.places():
-            if self.params[index] is param:
+        for member, first, rows in self.places():
+            if member is param:
                 rows.copy_(whole[first : first + len(rows)] if rows.shape != whole.shape else whole)
         if values is None:
             self.release(param)
@@ -273,7 +266,6 @@ class RowBucket(Uncopied, Bucket):
     def fill(self) -> Tensor:
         """Return the flat tensor with memory and this rank's row; RuntimeError if the user wrote to it."""
         self._check_untouched()
-        self.gathers.wait()  # of what stays: this stream will write a stamp there
         if not self._stays:
             self._memory.grow()
             with torch.no_grad():

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from zero_optim.comm.agreement import agreeing, combine_answers, failing_together
+from zero_optim.comm.backends import devices_of
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.costs import Cost
 from zero_optim.plan.groups import (
@@ -31,7 +32,6 @@ from zero_optim.probe.traits import ELSEWHERE
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.order import Alike
 from zero_optim.shard.places import is_freed
-from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.store import BucketMaker, Store
 
 _DIFFERS_ON_PURPOSE = (
@@ -68,11 +68,11 @@ class Sharding:
         self.pieces: dict[Tensor, Pieces] = _PiecesOf()
         self.whole_because: dict[Tensor, str] = {}
         self.loads: list[float] = [0] * group.size
-        self.cut_params: list[Tensor] = []
+        self.cut_params: list[Tensor] = []  # the same on every rank
         self.held: dict[Tensor, Pieces | None] = {}  # parameters of which others keep rows, if cut by rows
         self._num_buckets = 0
         self._group = group
-        self._maker = BucketMaker(as_views, store)
+        self.maker = BucketMaker(as_views, store)
         self.cap_nbytes = _nbytes(cap_mb)
 
     def plan(
@@ -88,7 +88,7 @@ class Sharding:
         ``why_whole`` says which cuts are refused; None cuts nothing and balances only the whole model.
         TypeError or ValueError for unshardable parameters, RankMismatchError for unequal arguments.
         """
-        new, store = groups[before:], self._maker.store
+        new, store = groups[before:], self.maker.store
         reasons: Sequence[str | None] = []
         with agreeing(self._group, "the parameters and options of the optimizer", _HINTS) as agreed:
             check_shardable(groups, set(filter(is_freed, store.params)), self.held)
@@ -97,15 +97,17 @@ class Sharding:
             every = params_of(new)
             numbers = [store.params.get(param) for param in every]
             used = [store.compute_dtypes.get(param, param.dtype) for param in every]
+            transports = map(self._group.transport, devices_of(every))
+            row_nbytes = min((transport.row_nbytes for transport in transports), default=1)
 
             def planned(may_cut: Sequence[bool] | None) -> Plan:
-                known = len(self.loads), self.cap_nbytes, self.loads
+                known = self.loads, self.cap_nbytes, may_cut, numbers, used
                 if self.held.keys().isdisjoint(every):
-                    return make_plan(by_group, spent, *known, may_cut, numbers, used)
+                    return make_plan(by_group, spent, *known, row_nbytes)
                 held = [self.held[p] or () if p in self.held else None for p in every]
                 rows = [of_param != () for of_param in held]
                 may = None if may_cut is None else [a and b for a, b in zip(may_cut, rows, strict=True)]
-                return make_plan_beside(held, by_group, spent, *known, may)
+                return make_plan_beside(held, by_group, spent, self.loads, self.cap_nbytes, may, row_nbytes)
 
             plan = planned(None if why_whole is None else [True] * len(every))
             if why_whole is not None and plan.is_cut:
@@ -113,7 +115,7 @@ class Sharding:
             alike = Alike.among(new, store.params.keys() | self.held.keys())
             # Owners come last: they differ if anything else does, and only the first difference is reported.
             items = [*describe_params(new), *describe_options(new), *about]
-            items.append(f"buckets of {self.cap_nbytes} bytes")
+            items.append(f"buckets of {self.cap_nbytes} bytes, rows of {row_nbytes}")
             items += [f"units of the parameters: {numbers}, used as {used}"] if store.params else []
             items += describe_owners(new, plan) + (describe_costs(new, plan) if reasons else [])
             agreed.items, agreed.beside = items, alike.values
@@ -173,11 +175,6 @@ class Sharding:
         """Whether several ranks own rows of a parameter."""
         return len(self.pieces[param]) > 1
 
-    @property
-    def has_cuts(self) -> bool:
-        """Whether any parameter is cut; the same on every rank."""
-        return bool(self.cut_params)
-
     def add(self, params: Sequence[Tensor], plan: Plan, names: Sequence[str]) -> list[Bucket]:
         """Store a plan's owners; return its buckets."""
         self.pieces.update(zip(params, plan.pieces, strict=True))
@@ -190,16 +187,10 @@ class Sharding:
             for number, bucket in enumerate(plan.buckets, self._num_buckets)
         ]
         self._num_buckets += len(plan.buckets)
-        buckets = self._maker.make(self._group, params, plan, labels)
+        buckets = self.maker.make(self._group, params, plan, labels)
         self.cut_params += (param for bucket in buckets for param in bucket.params if self.is_cut(param))
         self.cut_params += (param for param in params if param in self.held and self.is_cut(param))
         return buckets
-
-    def make_row_buckets(
-        self, params: Sequence[Tensor], plan: Plan, former: Iterable[RowBucket] = ()
-    ) -> list[RowBucket]:
-        """Make the buckets of a plan that are freed between steps, for the next `add`."""
-        return self._maker.make_rows(self._group, params, plan, former)
 
     def check_owned(self, groups: Sequence[ParamGroup]) -> None:
         """Raise ValueError for a parameter that was added without ``add_param_group()``."""

@@ -14,8 +14,9 @@ class WideBucket(Bucket):
 
     def __init__(self, bucket: RowBucket) -> None:
         label = f"{bucket.label}, as owners keep it"
-        super().__init__(bucket.params, bucket.layout, bucket.rank, label, as_views=False)
-        self.schedule, self.dtype = bucket.schedule, bucket.row.dtype
+        kept = bucket.row.dtype
+        super().__init__(bucket.params, bucket.layout, bucket.rank, label, dtype=kept, as_views=False)
+        self.schedule = bucket.schedule
         self.values: dict[Tensor, Tensor] = {}
         self.needs_gather = True
         self._bucket = bucket

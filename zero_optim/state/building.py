@@ -65,7 +65,8 @@ def build(
     inputs.note(groups, own, plan.costs)
     pieces = sharding.owned(every, plan)
     with failing_together(everyone):
-        buckets = sharding.make_row_buckets(every, plan, registration.reusable())
+        former = registration.all_buckets if registration.is_open else []
+        buckets = sharding.maker.make_rows(group, every, plan, former)
         if registration.is_open:
             registration.fill(buckets)
             leaves.keep(buckets)
@@ -93,7 +94,7 @@ def new_sharding(inputs: PlanInputs, group: RankGroup) -> Sharding:
     """Make the owners, still none."""
     of = inputs.options
     sharding = Sharding(group, of.parameters_as_bucket_view, of.bucket_cap_mb, store=inputs.store)
-    sharding.hold(inputs.held, row_pieces(inputs.held, group.size))
+    sharding.hold(inputs.held, row_pieces(inputs.held))
     return sharding
 
 
@@ -140,7 +141,7 @@ def add_group(core: Core, group: dict[str, Any]) -> None:
             named = zip(short_names(core.groups)[-len(group["params"]) :], group["params"], strict=True)
             held = held_among(list(named), core.group)
             inputs.held.update(held)
-            sharding.hold(held, row_pieces(held, core.group.size))
+            sharding.hold(held, row_pieces(held))
             core.group.check_serves([param for param in group["params"] if param not in held])
             own = GroupOptions.taken_from(new, owned.local.default, inputs.options)
             own.check_dtypes(new, owned.leaves.stepped_dtype)

@@ -19,7 +19,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import inner_tensors
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.dtensor.bucket import HeldBucket
-from zero_optim.dtensor.placement import chunk_pieces, local_rows
+from zero_optim.dtensor.placement import local_rows
 from zero_optim.health.stamps import Call
 from zero_optim.plan.groups import (
     ParamGroup,
@@ -115,10 +115,11 @@ class Core:
 
     def prepare(self) -> None:
         """Check the parameters before a step, and apply the user's changes; waits for gathers."""
-        self.check_weights()
+        self.owned.average.check_out()
         self.snapshot.changed()
         self.refresh()
-        self.check_cuts(self.groups)
+        if self.sharding.cut_params:
+            self.check_cuts(self.groups)
         self.follow_state()
 
     def call(self, name: str, failure: BaseException | None = None) -> Call:
@@ -138,7 +139,7 @@ class Core:
 
     def check_cuts(self, groups: list[ParamGroup]) -> None:
         """Refuse group options with which a class cannot step cut parameters; may try the class."""
-        if self.sharding.has_cuts:
+        if self.sharding.cut_params:
             self.owned.local.check_cuts(groups, self.owned.leaves.cut_rows, self.sharding.pieces)
 
     def check_sparse(self, params: Iterable[Tensor]) -> None:
@@ -154,8 +155,9 @@ class Core:
 
     def check_gradients(self, params: Iterable[Tensor] | None = None) -> None:
         """Raise ValueError if cut parameters, by default all, have sparse gradients."""
-        params = self.sharding.cut_params if params is None else params
-        self.check_sparse(param for param in params if param.grad is not None and param.grad.is_sparse)
+        if self.sharding.cut_params:
+            params = self.sharding.cut_params if params is None else params
+            self.check_sparse(param for param in params if param.grad is not None and param.grad.is_sparse)
 
     def compare_unreduced(self, *, in_join: bool) -> None:
         """Refuse to step with unequal unreduced gradients; communicates only if there may be some."""
@@ -167,7 +169,7 @@ class Core:
     def sample_gradients(self) -> None:
         """Let ranks compare elements of gradients in the next call, if no reducer knows the parameters."""
         stamps = self.engine.stamps
-        if stamps is not None and stamps.samples and not self.unreduced.are_known(self.sharding.pieces):
+        if stamps is not None and stamps.samples and not self.unreduced.are_known:
             num_params = len(self.sharding.pieces)
             stamps.send_sample(self.samples.take(self.groups, num_params, self.group.read))
 
@@ -182,9 +184,11 @@ class Core:
 
     def follow_state(self) -> None:
         """Take over a mapping that the user or the class assigned to ``state``; raises as `own_state`."""
-        if self.owned.take_over_state(self.state):
+        states = self.owned.local.states
+        if self.owned.take_over_state(self.state, states):
             self.show_state()
-        sizes = list(map(len, self.owned.local.states))
+            states = self.owned.local.states
+        sizes = list(map(len, states))
         if sizes != self._state_sizes:  # so that most steps look no further
             self._check_state()
             self._state_sizes = sizes
@@ -258,9 +262,10 @@ class Core:
             return []
         return [bucket for bucket in self.engine.buckets if isinstance(bucket, HeldBucket)]
 
+    @property
     def holders(self) -> dict[Tensor, Pieces]:
-        """Return what each rank holds of DTensors, in chunks of the dimension that is cut."""
-        return {param: chunk_pieces(param, cut, self.ranks.size) for param, cut in self.inputs.held.items()}
+        """What each rank holds of DTensors, in chunks of the dimension that is cut."""
+        return {param: cut.pieces for param, cut in self.inputs.held.items()}
 
     def bucket_members(self) -> list[list[Tensor]]:
         """List the parameters of each bucket; equal on every rank."""

@@ -153,7 +153,7 @@ def _check_source(state_dict: object, src: int | None, group: RankGroup) -> None
     if src not in (None, group.rank) and state_dict is not None:
         raise ValueError(f"with src={src} only rank {src} gives a state dict, the others give None")
     if src in (None, group.rank) and state_dict is None:
-        raise ValueError("expected a state dict, got None: name the one rank that gives it with src=…")
+        raise ValueError("expected a state dict, got None: if only one rank has it, pass src=RANK on all")
 
 
 def _saved_keys(state_dict: Mapping[str, Any]) -> list[Any]:

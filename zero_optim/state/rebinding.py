@@ -149,7 +149,7 @@ def _pieces_of(core: Core, holders: Mapping[int, list[list[int]]]) -> list[Piece
             lost.append(name)
     if lost:
         raise LostStateError(
-            f"nobody in the new group holds the state of {names_text(lost, _MOST_NAMED)}: the rank that "
+            f"no rank of the new group has the state of {names_text(lost, _MOST_NAMED)}: the rank that "
             f"owned it is not a member. {_GO_BACK}"
         )
     return list(map(tuple, of_param))

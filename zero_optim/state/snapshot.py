@@ -39,7 +39,7 @@ class Snapshot:
     def changed(self) -> None:
         """Note a change of the state, and drop the whole state."""
         self.age += 1
-        self.drop()
+        self.untouched, self._whole, self._was_new = False, None, False
 
     def drop(self, is_new: bool = False) -> None:
         """Drop the whole state, which is no longer known; of a new optimizer: Note [Steps that are none]."""

@@ -31,7 +31,7 @@ NOT_FOR_OURS = (
 
 def is_no_step(core: Core) -> bool:
     """Whether ``step()`` is called to create state alone: Note [Steps that are none]."""
-    if torch.compiler.is_compiling() or any(core.owned.local.states) or _DCP not in sys.modules:
+    if torch.compiler.is_compiling() or _DCP not in sys.modules or any(core.owned.local.states):
         return False
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "_init_optim_state":

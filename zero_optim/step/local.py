@@ -43,13 +43,10 @@ class LocalOptimizer:
             numbers = [number for number, each in enumerate(specs) if each is spec]
             members = [_over_leaves(groups[number], self._leaf_of) for number in numbers]
             if numbers:
-                self._build(spec, numbers, members)
+                self._built.append(BuiltOptimizer(spec, numbers, members, is_tried=self._is_tried))
         self._check_saves()
         for public, local in zip(groups, self._groups(), strict=True):
             _fill_in(public, local)
-
-    def _build(self, spec: OptimizerSpec, numbers: list[int], groups: list[ParamGroup]) -> None:
-        self._built.append(BuiltOptimizer(spec, numbers, groups, is_tried=self._is_tried))
 
     def again(self, groups: list[ParamGroup], owned: Mapping[Tensor, Tensor]) -> "LocalOptimizer":
         """Build the same classes over other leaves from the original options; ``groups`` stay unchanged.
@@ -95,7 +92,10 @@ class LocalOptimizer:
             built.check_saved()
         names = [built.spec.name for built in self._built if has_own_dict(built.optimizer)]
         if names and len(self._built) > 1:
-            raise TypeError(f"{names[0]} has a state_dict() of its own, and is one of several optimizers")
+            raise TypeError(
+                f"{names[0]} overrides state_dict(), so its state cannot be saved with that of other classes "
+                "in one optimizer: give it an optimizer of its own"
+            )
 
     def _check_saves(self) -> None:
         try:
@@ -170,9 +170,9 @@ class LocalOptimizer:
             built.check_cuts(groups, cut_rows, pieces)
 
     def step(
-        self, groups: list[ParamGroup], closure: Closure, chosen: set[int] | None, /, **kwargs: object
+        self, groups: list[ParamGroup], closure: Closure, chosen: set[Tensor] | None, /, **kwargs: object
     ) -> float | None:
-        """Step all leaves, or those with the chosen ids; returns the class's result."""
+        """Step all leaves, or the chosen ones; returns the class's result."""
         steps = [partial(built.step, chosen) for built in self._built]
         arguments = () if closure is None else (closure,)
         stepped: float | None = self.call(groups, steps, *arguments, **kwargs)
@@ -219,7 +219,7 @@ class LocalOptimizer:
             if before[number]:
                 now = changeable(local)
                 changed += [key for key, was in before[number].items() if not are_close(was, now.get(key))]
-            self._written.update((number, str(key)) for key in changed)
+            self._written.update([(number, str(key)) for key in changed])
 
     def origins(self, options: Sequence[Mapping[str, Plain]]) -> tuple[list[OptionKey], set[OptionKey]]:
         """Return the options not set by the user that have the class's default, and those a class changed."""
@@ -261,7 +261,7 @@ class LocalOptimizer:
         self._leaf_of.update(owned)
         part = _over_leaves(group, self._leaf_of)
         if spec is not self.default or shared is None:
-            self._build(spec, [number], [part])
+            self._built.append(BuiltOptimizer(spec, [number], [part], is_tried=self._is_tried))
         else:
             shared.add_group(number, part)
         if self._steps_parts:
@@ -343,9 +343,11 @@ def _fill_in(public: ParamGroup, local: ParamGroup) -> None:
 
 
 def _set_options(target: ParamGroup, source: ParamGroup) -> list[str]:
-    changed = [key for key in source if target.get(key, _ABSENT) is not source[key] and key not in PARAM_KEYS]
-    for key in changed:
-        target[key] = source[key]
+    changed = list[str]()
+    for key, value in source.items():
+        if target.get(key, _ABSENT) is not value and key not in PARAM_KEYS:
+            target[key] = value
+            changed.append(key)
     if not target.keys() <= source.keys():
         for key in target.keys() - source.keys() - PARAM_KEYS:
             del target[key]

@@ -92,38 +92,28 @@ class UnreducedParams:
     def __init__(self) -> None:
         self._known: tuple[int, ...] = ()  # the reducers for which the parameters without one are known
         self._outside: list[Tensor] = []
+        self.are_known = False  # whether a reducer has any of the parameters: then `among` tells of all
 
     def __reduce__(self) -> "tuple[type[UnreducedParams], tuple[()]]":
         return UnreducedParams, ()
 
-    def are_known(self, params: Collection[Tensor]) -> bool:
-        """Whether a reducer has any of the parameters: then `among` tells of all."""
-        return bool(_REDUCERS) and len(self._without_reducer(list(_REDUCERS), params)) < len(params)
-
     def among(self, params: Collection[Tensor]) -> dict[Tensor, Unreduced]:
         """Return those of ``params`` that train, with the reasons."""
         unreduced: dict[Tensor, Unreduced] = {}
-        if _REDUCERS:
-            reducers = list(_REDUCERS)
-            outside = self._without_reducer(reducers, params)
-            if len(outside) < len(params):
-                training = [param for param in outside if param.requires_grad]
-                unreduced = dict.fromkeys(training, Unreduced(None, _NOT_WRAPPED))
-                unreduced.update(_not_synced(reducers, params))
+        reducers, known = list(_REDUCERS), (*_REDUCERS.values(), len(params))
+        if known != self._known:
+            reduced = {param for reducer in reducers for param in reducer.params}
+            self._known, self._outside = known, [param for param in params if param not in reduced]
+            self.are_known = len(self._outside) < len(params)
+        if self.are_known:
+            training = [param for param in self._outside if param.requires_grad]
+            unreduced = dict.fromkeys(training, Unreduced(None, _NOT_WRAPPED))
+            unreduced.update(_not_synced(reducers, params))
         for frozen in list(_FROZEN):
             unreduced.update(
                 (param, Unreduced(name, NOT_REDUCED)) for name, param in frozen.unfrozen() if param in params
             )
         return unreduced
-
-    def _without_reducer(
-        self, reducers: Sequence[GradientReducer], params: Collection[Tensor]
-    ) -> list[Tensor]:
-        known = (*_REDUCERS.values(), len(params))
-        if known != self._known:
-            reduced = {param for reducer in reducers for param in reducer.params}
-            self._known, self._outside = known, [param for param in params if param not in reduced]
-        return self._outside
 
 
 def _not_synced(reducers: Sequence[GradientReducer], params: Collection[Tensor]) -> dict[Tensor, Unreduced]:

@@ -1,0 +1,143 @@
+"""Many ranks, of which some do not answer: one rank asks, in a tree, and all hear one verdict."""
+
+import logging
+import random
+from collections import Counter
+
+import pytest
+
+from scripted_peers import Network, network
+from zero_optim.health.peers import Presence
+from zero_optim.health.tree import FAN, above, cut, from_groups, from_runs, to_groups, to_runs
+
+TIMEOUT = 600.0
+HUGE = 16384
+
+
+def all_wait(peers: Network, busy: tuple[int, ...] = (), own: float | None = None) -> None:
+    for rank in peers.ranks:
+        if rank not in peers.mute and rank not in busy:
+            peers.waits(rank, peers.now + rank % 7 / 2, TIMEOUT, own=own)
+
+
+def look_everywhere(peers: Network) -> None:
+    ranks = [rank for rank in peers.ranks if rank not in peers.mute]
+    random.Random(1).shuffle(ranks)
+    for rank in ranks:
+        peers.looks_at(rank)
+
+
+def give_up(peers: Network) -> float:
+    """All wait too long; returns the seconds until all that run have one verdict."""
+    all_wait(peers)
+    peers.now += TIMEOUT + 5
+    began = peers.now
+    look_everywhere(peers)
+    verdicts = set(peers.verdicts().values())
+    assert len(verdicts) == 1
+    (verdict,) = verdicts
+    assert verdict is not None
+    assert verdict.missing == tuple(sorted(peers.mute))
+    assert len(verdict.message) <= 2048
+    assert peers.most_at_once <= FAN
+    return peers.now - began
+
+
+@pytest.mark.slow
+def test_a_hundred_silent_ranks_of_very_many_are_named_in_ten_seconds() -> None:
+    silent = sorted(random.Random(0).sample(range(HUGE), 100))
+    with network(HUGE, silent) as peers:
+        assert give_up(peers) <= 10.0
+        message = str(peers.verdicts()[2].message)  # type: ignore[union-attr]
+    assert f"each of ranks {', '.join(map(str, silent))} does not answer: " in message
+
+
+@pytest.mark.parametrize("size", [2, 33, 34, 100, 1100])
+def test_one_silent_rank_is_named_wherever_it_is(size: int) -> None:
+    for silent in {0, 1, size // 2, size - 1}:
+        with network(size, [silent]) as peers:
+            assert give_up(peers) <= 10.0
+
+
+@pytest.mark.parametrize("says", [Presence.SILENT, Presence.ENDED])
+def test_a_host_of_eight_silent_or_ended_ranks_is_named_wherever_it_is(says: Presence) -> None:
+    for first in (0, 8, 32, 1096):
+        with network(1200, dict.fromkeys(range(first, first + 8), says)) as peers:
+            assert give_up(peers) <= 10.0
+
+
+def test_the_lowest_rank_that_answers_asks_all_others_once() -> None:
+    with network(1200, [0, 1, 2]) as peers:
+        give_up(peers)
+    assert peers.looks == [3]
+
+
+def test_who_cannot_be_connected_to_is_not_named_while_another_rank_is_silent() -> None:
+    mute = {5: Presence.UNCONNECTED, 9: Presence.SILENT, 11: Presence.UNKNOWN}
+    with network(20, mute) as peers:
+        all_wait(peers)
+        peers.now += TIMEOUT + 5
+        look_everywhere(peers)
+        (verdict,) = set(peers.verdicts().values())
+    assert verdict is not None
+    assert verdict.missing == (9,)
+
+
+def test_who_cannot_be_connected_to_is_named_where_nothing_else_is_known() -> None:
+    with network(20, {5: Presence.UNCONNECTED}) as peers:
+        give_up(peers)
+
+
+@pytest.mark.slow
+def test_a_wait_behind_one_slow_save_of_very_many_ranks_sends_little_and_warns_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with network(HUGE) as peers, caplog.at_level(logging.WARNING, "zero_optim"):
+        all_wait(peers, busy=(0,))
+        for _ in range(5):  # minutes
+            peers.now += 64
+            look_everywhere(peers)
+        assert set(peers.verdicts().values()) == {None}
+        assert max(peers.sent.values()) < 2**16
+    (said,) = caplog.messages
+    assert "rank 0 waits for nothing" in said
+    assert len(said) < 2048
+
+
+def test_ranks_that_wait_for_each_other_give_up_after_a_minute_though_some_begin_late() -> None:
+    with network(100) as peers:
+        for rank in peers.ranks:
+            peers.waits(
+                rank, peers.now + 30 * (rank == 70), TIMEOUT, "bucket 1" if rank == 70 else "bucket 0"
+            )
+        peers.now += 65
+        look_everywhere(peers)
+        assert set(peers.verdicts().values()) == {None}
+        peers.now += 30
+        look_everywhere(peers)
+        (verdict,) = set(peers.verdicts().values())
+    assert verdict is not None
+    assert "every rank waits, but not for the same" in verdict.message
+    assert "rank 70 waits in the gather of bucket 1" in verdict.message
+
+
+def test_a_tree_has_each_place_once_and_few_below_each() -> None:
+    for size in (1, 2, 33, 34, 1000, HUGE):
+        children = Counter(above(place, size)[0] for place in range(1, size))
+        assert max(children.values(), default=0) <= FAN
+        assert max(len(above(place, size)) for place in range(size)) <= 3
+    assert cut(3, 3) == []
+
+
+def test_runs_and_groups_come_back() -> None:
+    for numbers in ((), (4,), (0, 1, 2, 3), (0, 8, 16, 17, 30), (5, 3, 4), tuple(range(0, 64, 8))):
+        assert from_runs(to_runs(numbers)) == numbers
+    said = {"waits": ["a"], "stuck": 3.0, "ago": 1.0}
+    answers = {0: dict(said), 1: {**said, "stuck": 2.0}, 5: "SILENT", 6: "SILENT", 7: {**said, "waits": []}}
+    groups = to_groups(answers)
+    assert len(groups) == 3
+    assert from_groups(groups)[0] == {**said, "stuck": 2.0}
+    assert {
+        place: each["waits"] if isinstance(each, dict) else each
+        for place, each in from_groups(groups).items()
+    } == {0: ["a"], 1: ["a"], 5: "SILENT", 6: "SILENT", 7: []}

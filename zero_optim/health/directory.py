@@ -1,0 +1,179 @@
+"""The addresses of all watchdogs, and questions to many of them.
+
+Note [A store with a past]
+    torchrun of PyTorch 2.13 starts processes again on the store of the former ones, with their addresses,
+    ours and gloo's. A rank whose address does not answer may then be one that has built nothing yet.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import torch.distributed as dist
+
+from zero_optim.compat.autograd import address_of_store, default_store
+from zero_optim.health.peers import (
+    ANSWER_LIMIT,
+    LONGEST_SEARCH,
+    Address,
+    Presence,
+    ask,
+    has_second_line,
+    host_towards,
+    in_threads,
+)
+from zero_optim.health.tree import FAN, Message, Range, cut, from_groups
+
+_LEFT = "left"  # in the store, in the place of an address
+_WITH_A_PAST = (
+    "the store of the process group has addresses of processes that have ended: this job was started again "
+    "on the same store. gloo may connect to them, and then fails, or waits until its timeout: set "
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+)
+
+logger = logging.getLogger("zero_optim")
+
+
+class Directory:
+    """The addresses of all watchdogs by global rank, from the store, to which it keeps no reference."""
+
+    def __init__(self, is_current: Callable[[], bool]) -> None:
+        self.rank = dist.get_rank()
+        self.is_current = is_current
+        self._addresses: dict[int, Address] = {}
+        self._unsure: set[int] = set()  # ranks of which the store may have a former process's address
+
+    @staticmethod
+    def can_be_kept() -> bool:
+        """Return whether the store takes entries, unlike a "fake" group's."""
+        try:
+            default_store().set("zero_optim/watchdog", "kept")
+            return bool(default_store().get("zero_optim/watchdog") == b"kept")
+        except RuntimeError:
+            return False
+
+    @staticmethod
+    def own_host() -> str:
+        """Return this machine's address for other ranks."""
+        return host_towards(*address_of_store(default_store()))
+
+    def publish(self, address: Address, *, is_first: bool) -> None:
+        """Write this rank's address to the store; ``is_first``: this process has written none."""
+        store, key = default_store(), _key(self.rank)
+        if is_first and store.check([key]):  # Note [A store with a past]
+            logger.warning(_WITH_A_PAST)
+            self._unsure.update(range(dist.get_world_size()))
+        self._addresses[self.rank] = address
+        store.set(key, json.dumps(address))
+
+    def leave(self) -> None:
+        """Record that this rank has ended well."""
+        with suppress(RuntimeError, ValueError):  # the store is gone, and so is whoever would ask
+            store = default_store()
+            if self.is_current():  # asked second: the store is not that of a default group made since
+                store.set(_key(self.rank), _LEFT)
+
+    def learn(self, ranks: Sequence[int]) -> None:
+        """Read the ranks' addresses early: the store may end first. Waits for all ranks."""
+        unknown = [rank for rank in ranks if rank not in self._addresses or rank in self._unsure]
+        self._unsure.difference_update(ranks)
+        if unknown:
+            entries = default_store().multi_get([_key(rank) for rank in unknown])
+            for rank, entry in zip(unknown, entries, strict=True):
+                self._note(rank, entry.decode())
+
+    def ask_all(
+        self, ranks: Sequence[int], question: Message, stop: int | None = None
+    ) -> dict[int, Message | Presence]:
+        """Ask all other ranks, or those from here up to the place ``stop``; returns answers by places.
+
+        See Note [Asked in a tree] in `health.tree`.
+        """
+        me = ranks.index(self.rank)
+        others = len(ranks) - 1
+        ranges = cut(me + 1, stop) if stop else cut(0, me, others) + cut(me + 1, len(ranks), others)
+        answers = self._ask_ranges(ranks, question, ranges)
+        failed = [
+            place for place, answer in answers.items() if answer in (Presence.UNCONNECTED, Presence.UNKNOWN)
+        ]
+        if len(ranks) > FAN and stop is None and len(failed) <= FAN:  # a rank that asked it may be to blame
+            answers |= self.ask_places(ranks, failed, question)
+        return answers
+
+    def _ask_ranges(
+        self, ranks: Sequence[int], question: Message, ranges: list[Range]
+    ) -> dict[int, Message | Presence]:
+        answers: dict[int, Message | Presence] = {}
+        while ranges:
+            several = [each for each in ranges if each[1] - each[0] > 1]
+            answers |= self.ask_places(ranks, [first for first, _ in ranges], question, dict(several))
+            ranges = []
+            for first, stop in several:
+                answer = answers[first]
+                groups = answer.pop("answers", None) if isinstance(answer, dict) else None
+                if groups is None:
+                    ranges += cut(first + 1, stop)
+                else:
+                    for place, said in from_groups(groups).items():
+                        answers[place] = Presence[said] if isinstance(said, str) else said
+        return answers
+
+    def ask_places(
+        self,
+        ranks: Sequence[int],
+        places: Iterable[int],
+        question: Message,
+        stops: dict[int, int] | None = None,
+    ) -> dict[int, Message | Presence]:
+        """Ask some ranks, `FAN` at a time; those with ``stops`` answer for a range."""
+        questions = {place: dict(question) for place in places}
+        for place, stop in (stops or {}).items():
+            questions[place]["stop"] = stop
+        calls = {place: partial(self._ask_surely, ranks[place], each) for place, each in questions.items()}
+        limit = 3 * ANSWER_LIMIT + LONGEST_SEARCH * any(map(has_second_line, questions.values()))
+        answers = in_threads(calls, limit * -(-len(calls) // FAN))
+        return {place: answers.get(place, Presence.UNKNOWN) for place in calls}
+
+    def catch_up(self) -> None:
+        """Wait until this rank's watchdog has answered earlier questions, which may bring a verdict."""
+        if self.rank in self._addresses:
+            ask(self._addresses[self.rank], {"ranks": []}, 5 * ANSWER_LIMIT)
+
+    def _ask_surely(self, rank: int, question: Message) -> Message | Presence:
+        """Ask a rank; it is absent if the process that has ended may be a former one."""
+        answer = self._ask(rank, question)
+        is_gone = answer in (Presence.ENDED, Presence.LEFT)
+        return Presence.ABSENT if is_gone and rank in self._unsure else answer
+
+    def _ask(self, rank: int, question: Message) -> Message | Presence:
+        if rank not in self._addresses and (absence := self._look_up(rank)) is not None:
+            return absence
+        address = self._addresses[rank]
+        answer = ask(address, question)
+        if answer is not Presence.ENDED or "verdict" in question:  # not why: the store may be stopped
+            return answer
+        with suppress(RuntimeError, ValueError):  # the store may be gone as well
+            if self._look_up(rank) is Presence.LEFT:
+                return Presence.LEFT
+            if self._addresses[rank] != address:  # it has begun to listen again
+                return ask(self._addresses[rank], question)
+        return Presence.ENDED
+
+    def _look_up(self, rank: int) -> Presence | None:
+        """Read an address from the store; returns why there is none."""
+        store = default_store()
+        if not store.check([_key(rank)]):
+            return Presence.ABSENT
+        return self._note(rank, store.get(_key(rank)).decode())
+
+    def _note(self, rank: int, entry: str) -> Presence | None:
+        if entry == _LEFT:
+            return Presence.LEFT
+        self._addresses[rank] = Address(*json.loads(entry))
+        return None
+
+
+def _key(rank: int) -> str:
+    return f"zero_optim/watchdog/{rank}"
