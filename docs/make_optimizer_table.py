@@ -51,8 +51,7 @@ parameters alone. A class whose state cannot be saved and resumed is refused, un
 then saving raises. A class that uses an entry of its groups or state which differs between ranks is refused.
 
 "Fails" lists the trials that a class does not pass. "Bitwise equal": the parameters after each of 13 steps,
-and the saved state, are those of the unsharded optimizer. Classes were tried with their defaults, and most
-with other options (tests/optimizer_cases.py). [Other packages](#other-packages) have a section of their own.
+and the saved state, are those of the unsharded optimizer, with default options and, for most, others.
 
 ## torch.optim and torch_optimizer
 

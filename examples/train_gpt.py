@@ -14,8 +14,8 @@ import importlib
 import math
 import os
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -32,13 +32,9 @@ from tqdm import tqdm
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel
 
-Batch = tuple[Tensor, Tensor]  # inputs and targets, each (samples, context) int64
-Losses = list[tuple[int, float]]  # updates made, and the loss
-
 SHARDED = ("nothing", "state", "state and gradients", "state, gradients and parameters")  # by stage
-OPTIONS: dict[str, dict[str, Any]] = {  # of a class, where the command line has none
-    "AdamW": {"lr": 4e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
-}
+OPTIONS: dict[str, dict[str, Any]] = {"AdamW": {"lr": 4e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}}
+Matrix = partial(nn.Linear, bias=False)
 
 
 class Block(nn.Module):
@@ -46,20 +42,18 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.qkv, self.mix = matrix(width, 3 * width), matrix(width, width)
-        self.up, self.down = matrix(width, 4 * width), matrix(4 * width, width)
-        for last in (self.mix, self.down):
-            nn.init.zeros_(last.weight)  # so a new block is the identity
+        self.heads, self.norm = heads, nn.LayerNorm(width, elementwise_affine=False)
+        self.qkv, self.mix = Matrix(width, 3 * width), Matrix(width, width)
+        self.up, self.down = Matrix(width, 4 * width), Matrix(4 * width, width)
+        nn.init.zeros_(self.mix.weight)  # so a new block is the identity
+        nn.init.zeros_(self.down.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map features to features, each (samples, positions, width)."""
-        samples, positions, width = x.shape
-        heads = self.qkv(norm(x)).view(samples, positions, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        query, key, value = heads  # each (samples, heads, positions, features)
+        query, key, value = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.mix(mixed.transpose(1, 2).reshape(samples, positions, width))
-        out: Tensor = x + self.down(F.relu(self.up(norm(x))).square())
+        x = x + self.mix(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = x + self.down(F.relu(self.up(self.norm(x))).square())
         return out
 
 
@@ -69,26 +63,18 @@ class GPT(nn.Module):
     def __init__(self, context: int, layers: int, width: int, heads: int) -> None:
         super().__init__()
         self.embedding, self.places = nn.Embedding(256, width), nn.Embedding(context, width)
-        for table in (self.embedding, self.places):
-            nn.init.normal_(table.weight, std=0.02)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.places.weight, std=0.02)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.head = matrix(width, 256)
+        self.norm, self.head = nn.LayerNorm(width, elementwise_affine=False), Matrix(width, 256)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits (samples, positions, 256) of tokens (samples, positions)."""
         x = self.embedding(tokens) + self.places.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(norm(x))
+        logits: Tensor = self.head(self.norm(x))
         return logits
-
-
-def matrix(inputs: int, outputs: int) -> nn.Linear:
-    return nn.Linear(inputs, outputs, bias=False)
-
-
-def norm(x: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:])
 
 
 class Text:
@@ -100,8 +86,8 @@ class Text:
         split = len(tokens) * 9 // 10
         self.context, self.train, self.held_out = context, tokens[:split], tokens[split:]
 
-    def batch(self, part: Tensor, seed: int, size: int) -> Batch:
-        """Return this rank's part of ``size`` random samples, which are equal on any number of ranks."""
+    def batch(self, part: Tensor, seed: int, size: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of this rank's part of ``size`` samples, equal on any number of ranks."""
         generator = torch.Generator().manual_seed(seed)
         starts = torch.randint(len(part) - self.context, (size,), generator=generator)
         starts = starts.chunk(dist.get_world_size())[dist.get_rank()]
@@ -109,27 +95,29 @@ class Text:
         return windows[:, :-1], windows[:, 1:]
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
     add = parser.add_argument
-    stages = "\n".join(f"{stage}: {what}" for stage, what in enumerate(SHARDED))
-    add("--stage", type=int, choices=range(4), default=1, help=f"what is sharded:\n{stages}")
+    stages = ", ".join(f"{stage} {what}" for stage, what in enumerate(SHARDED))
+    add("--stage", type=int, choices=range(4), default=1, help=f"what is sharded: {stages}")
     add("--optimizer", default="AdamW", help="class of torch.optim, or package.Class")
     add("--options", nargs="*", default=[], metavar="KEY=VALUE", help="of the class, such as lr=3e-4")
     add("--clip", type=float, default=1.0, help="largest norm of the gradients; 0: no limit")
-    add("--steps", type=int, default=400, help="updates in the whole run")
-    add("--warmup", type=int, default=20, help="updates in which the learning rate rises")
-    add("--batch-size", type=int, default=16, help="samples in an update, over all ranks")
-    add("--accumulate", type=int, default=1, help="backward passes in an update")
     add("--bf16", action="store_true", help="forward passes in bfloat16")
     add("--text", type=Path, help="file to train on")
     add("--run", type=Path, help="folder of the run, which goes on if it has a checkpoint (a new one)")
-    add("--save-every", type=int, default=100, help="updates between checkpoints")
-    add("--eval-every", type=int, default=50, help="updates between validations")
-    add("--log-every", type=int, default=10, help="updates between losses that are shown and drawn")
-    add("--seed", type=int, default=0)
-    for name, size in (("context", 128), ("layers", 4), ("width", 128), ("heads", 4)):
-        add(f"--{name}", type=int, default=size)
+    for name, default, text in (
+        ("steps", 400, "updates in the whole run"),
+        ("warmup", 20, "updates in which the learning rate rises"),
+        ("batch-size", 16, "samples in an update, over all ranks"),
+        ("accumulate", 1, "backward passes in an update"),
+        ("save-every", 100, "updates between checkpoints"),
+        ("eval-every", 50, "updates between validations"),
+        ("log-every", 10, "updates between losses that are shown and drawn"),
+    ):
+        add(f"--{name}", type=int, default=default, help=f"{text} ({default})")
+    for name, default in (("context", 128), ("layers", 4), ("width", 128), ("heads", 4), ("seed", 0)):
+        add(f"--{name}", type=int, default=default)
     return parser.parse_args(arguments)
 
 
@@ -139,8 +127,8 @@ def build(args: argparse.Namespace, device: torch.device) -> tuple[GPT, Any, Any
     gpt = GPT(args.context, args.layers, args.width, args.heads).to(device)
     module, _, name = args.optimizer.rpartition(".")
     kind = getattr(importlib.import_module(module or "torch.optim"), name)
-    given = [option.split("=", 1) for option in args.options]
-    options = {key: ast.literal_eval(value) for key, value in given} or OPTIONS.get(name, {})
+    given = dict(option.split("=", 1) for option in args.options)
+    options = {key: ast.literal_eval(value) for key, value in given.items()} or OPTIONS.get(name, {})
     if args.stage == 0:
         return gpt, DistributedDataParallel(gpt), kind(gpt.parameters(), **options)
     optimizer = ZeroRedundancyOptimizer(gpt.parameters(), kind, **options)  # zero_optim
@@ -153,10 +141,8 @@ def build(args: argparse.Namespace, device: torch.device) -> tuple[GPT, Any, Any
 
 def rate(step: int, warmup: int, steps: int) -> float:
     """Return the part of the full learning rate at an update: it rises, then falls to a tenth as a cosine."""
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    done = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+    done = max(0.0, min(1.0, (step - warmup) / max(1, steps - 1 - warmup)))
+    return min(1.0, (step + 1) / (warmup + 1)) * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
 class Trainer:
@@ -169,12 +155,8 @@ class Trainer:
         self.args, self.device, self.text = args, device, Text(args.context, args.text)
         self.gpt, self.model, self.optimizer = build(args, device)
         self.scheduler = LambdaLR(self.optimizer, lambda step: rate(step, args.warmup, args.steps))
-        self.saved: dict[str, Any] = {
-            "model": self.gpt,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-        }
-        self.losses, self.validations = Losses(), Losses()
+        self.saved = dict[str, Any](model=self.gpt, optimizer=self.optimizer, scheduler=self.scheduler)
+        self.losses, self.validations = list[tuple[int, float]](), list[tuple[int, float]]()
         self.pending: checkpoint.PendingSave | None = None
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -202,57 +184,45 @@ class Trainer:
         return total
 
     @torch.no_grad()
-    def validate(self) -> Tensor:
-        """Return the loss on this rank's part of some samples of the held-out text."""
-        return self.loss(*self.text.batch(self.text.held_out, 0, 8 * self.args.batch_size))
-
-    def save(self, step: int) -> None:
-        """Start to write a checkpoint in the background."""
-        extra = {"step": step, "losses": self.losses, "validations": self.validations}
-        path = self.args.run / f"{step:06}"
-        self.pending = checkpoint.save_async(path, **self.saved, extra=extra, keep=2)  # zero_optim
-
-    def restore(self) -> int:
-        """Load the newest checkpoint, of any stage and number of ranks; return the updates made."""
-        path = checkpoint.latest(self.args.run) if self.args.stage else None
-        if path is None:
-            return 0
-        extra: Any = checkpoint.load(path, **self.saved)  # zero_optim
-        self.losses, self.validations = extra["losses"], extra["validations"]
-        return int(extra["step"])
+    def validate(self, step: int, more: str = "") -> None:
+        """Show the loss on some samples of the held-out text."""
+        loss = self.loss(*self.text.batch(self.text.held_out, 0, 8 * self.args.batch_size))
+        self.validations.append((step, mean(loss)))
+        say(f"update {step:>4}  validation {self.validations[-1][1]:.3f}{more}")
 
     def train(self) -> None:
-        """Train to the end of the run, from the newest checkpoint if there is one."""
-        args, done = self.args, self.restore()
+        """Train to the end of the run, from the newest checkpoint, of any stage and number of ranks."""
+        args, done = self.args, 0
+        if args.stage and (path := checkpoint.latest(args.run)):  # zero_optim
+            extra: Any = checkpoint.load(path, **self.saved)
+            done, self.losses, self.validations = extra["step"], extra["losses"], extra["validations"]
         say(f"run       {args.run}, from update {done} to {args.steps}")
         if done == 0:
-            self.show_validation(0)
+            self.validate(0)
         began, speed = time.perf_counter(), 0.0
         is_off = dist.get_rank() > 0 or None  # None: no bar where the output is no terminal
         for step in (bar := tqdm(range(done + 1, args.steps + 1), disable=is_off)):
-            loss = self.update(step)
-            is_last = step == args.steps
+            loss, is_last = self.update(step), step == args.steps
             if is_last or step % args.log_every == 0:
                 self.losses.append((step, mean(loss)))
                 speed = args.batch_size * args.context * (step - done) / (time.perf_counter() - began)
                 bar.set_postfix_str(f"loss {self.losses[-1][1]:.3f}, {speed:,.0f} tokens/s")
             if is_last or step % args.eval_every == 0:
-                self.show_validation(step, f", {speed:,.0f} tokens/s")
-            if args.stage and (is_last or step % args.save_every == 0):
-                self.save(step)
+                self.validate(step, f", {speed:,.0f} tokens/s")
+            if args.stage and (
+                is_last or step % args.save_every == 0
+            ):  # zero_optim: written in the background
+                extra = {"step": step, "losses": self.losses, "validations": self.validations}
+                self.pending = checkpoint.save_async(
+                    args.run / f"{step:06}", **self.saved, extra=extra, keep=2
+                )
         if self.pending is not None:
             self.pending.wait()  # zero_optim
 
-    def show_validation(self, step: int, more: str = "") -> None:
-        self.validations.append((step, mean(self.validate())))
-        say(f"update {step:>4}  validation {self.validations[-1][1]:.3f}{more}")
-
     def draw(self) -> None:
-        """Draw the losses, if matplotlib is installed."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            return
+        """Draw the losses."""
+        from matplotlib.figure import Figure
+
         figure = Figure(layout="constrained")
         axes = figure.add_subplot(xlabel="update", ylabel="loss, nats a byte")
         axes.plot(*zip(*self.losses, strict=True), label="training")
@@ -275,24 +245,21 @@ def say(line: object) -> None:
 
 def start() -> torch.device:
     """Start the default process group, as torchrun says or of this process alone; return the device."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    os.environ.update({} if "RANK" in os.environ else alone)
     device = torch.device("cpu")
     if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    backend = "gloo" if device.type == "cpu" else "nccl"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     return device
 
 
 def main() -> None:
     args, device = parse(), start()
-    names = [args.run or Path("runs", time.strftime("%Y%m%d-%H%M%S"))]
-    dist.broadcast_object_list(names)  # one folder, though clocks differ
-    args.run = names[0]
+    folder = [args.run or Path("runs", time.strftime("%Y%m%d-%H%M%S"))]
+    dist.broadcast_object_list(folder)  # one, though clocks differ
+    (args.run,) = folder
     args.run.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(args, device)
     numel = sum(param.numel() for param in trainer.gpt.parameters())
@@ -300,9 +267,10 @@ def main() -> None:
     say(f"ranks     {dist.get_world_size()} ({device.type}, {dist.get_backend()})")
     trainer.train()
     if args.stage:
-        say(trainer.optimizer.explain(quiet=True))  # zero_optim: what each rank holds
+        say(trainer.optimizer.explain())  # zero_optim: what each rank holds
     if dist.get_rank() == 0:
-        trainer.draw()
+        with suppress(ImportError):  # of matplotlib
+            trainer.draw()
     del trainer
     gc.collect()  # DistributedDataParallel goes before its process group
     dist.destroy_process_group()

@@ -48,12 +48,12 @@ class Outcome:
 
 OUTCOMES = {
     "ended": Outcome(
-        "`StalledError`: the rank has ended", r"StalledError: .*rank {bad} has (ended|let go)", False
+        "`StalledError`: the rank has ended", r"StalledError: .*rank {bad} has (ended|dropped)", False
     ),
     "its error": Outcome(
         "the error that the rank raised itself, with its number",
         rf"\w+: .*rank {{bad}}.*({PLANNED}|got other memory)"
-        r"|StalledError: .*rank {bad} has (ended|let go)",
+        r"|StalledError: .*rank {bad} has (ended|dropped)",
         False,
     ),
     "raised, ended": Outcome(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from zero_optim import ZeroRedundancyOptimizer, checkpoint
+from zero_optim import ZeroRedundancyOptimizer, __version__, checkpoint
 from zero_optim.compat import private
 
 ROOT = Path(__file__).parent.parent
@@ -138,6 +138,10 @@ def test_the_figures_of_memory_in_the_readme_are_those_of_the_planner() -> None:
     shown = [int(number) for number in re.findall(r"\d+", text.partition("![GB")[2].partition("]")[0])]
     totals = [round(sum(parts.values())) for stages in figures.values() for parts in stages.values()]
     assert [number for number in shown if number in totals] == totals
+
+
+def test_the_citation_has_this_version() -> None:
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_each_claim_links_to_a_test_that_exists() -> None:

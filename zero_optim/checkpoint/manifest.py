@@ -1,4 +1,30 @@
-"""The manifest: a JSON file that says what a checkpoint holds and where, and completes the checkpoint."""
+"""The manifest: a JSON file that says what a checkpoint holds and where, and completes the checkpoint.
+
+Note [The manifest]
+    Two lines of JSON. The first is ``{"format": "zero_optim checkpoint", "version": 2, "crc32": …}``, with
+    the CRC-32 of the second line without its line end, and ``number``. The second is an object:
+
+    - ``number`` orders checkpoints beside each other; ``time_ns`` of completion, nanoseconds since 1970;
+      ``world_size``; ``software``: versions of ``zero_optim`` and ``torch``
+    - ``files``: rows of name, rank, length in bytes, length and CRC-32 of what comes before the first tensor
+    - ``entries``: key -> dtype (null for bytes), shape, chunks: offsets and sizes of the part of the tensor,
+      number of the file, first byte, length, CRC-32. A chunk is of one rank, and of at most 4 MiB
+    - ``values``: key -> packed value; ``paths``: of keys that ``dcp.save`` wrote, in the nested dict
+
+    A packed value is a pair of a kind and a body. ``plain``: a JSON value, or an object of one entry for what
+    JSON lacks (``float`` for infinity and NaN, ``complex``, ``bytes`` in hexadecimal, ``dtype``, ``device``).
+    ``tensor``: the key of its entry and its strides. ``dict``, ``ordered``, ``counter``: pairs of a plain key
+    and a packed value. ``list``, ``tuple``: packed values. ``array`` (numpy): a packed tensor. ``sparse``:
+    shape, indices, values. ``subclass``: module and name, attributes, tensor. ``wrapper``: module and name,
+    context, shape, strides, pairs of attribute and packed tensor.
+
+    Keys of values: ``model`` (a state dict without wrappers); ``optimizer``, not packed: ``named`` (false if
+    names are places, ``#GROUP.PLACE``), ``groups`` (rows of ``names`` and packed ``options``), ``params``
+    (name -> dtype and shape, where known); ``optimizer/state/NAME``; ``optimizer/everywhere``: state of no
+    parameter; ``scheduler``, ``scaler``, ``extra``; ``random/RANK``: states of ``python``, ``numpy``,
+    ``torch``, ``cuda``. A tensor's key starts with that of its value; parts are separated by ``/`` and
+    percent-encoded.
+"""
 
 import json
 import math
@@ -108,7 +134,7 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A complete checkpoint, with the fields of docs/checkpoints.md; `checkpoint.values` packs the values."""
+    """A complete checkpoint: Note [The manifest]; `checkpoint.values` packs the values."""
 
     time_ns: int
     world_size: int

@@ -40,13 +40,13 @@ class Presence(Enum):
     """What is known of a process that does not answer."""
 
     ENDED = "has ended: nothing listens at its address any more"
-    LEFT = "has let go of its optimizers, or has exited"
+    LEFT = "has dropped its optimizers, or has exited"
     NEVER = "has ended, and had built no optimizer and no DDP of zero_optim"
     SILENT = "does not answer: its process is stopped, its host too busy, or the link to it cut"
     UNCONNECTED = (
         "does not answer: no connection to it is made, as its host is too busy or the link to it cut"
     )
-    CUT_OFF = "cannot be reached: there is no way to its host any more"
+    CUT_OFF = "cannot be reached: there is no route to its host any more"
     ABSENT = "has built no optimizer and no DDP of zero_optim"
     UNKNOWN = "could not be asked"
 

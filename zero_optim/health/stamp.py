@@ -120,7 +120,7 @@ def parted(stamps: Mapping[int, Stamp], *fields: str) -> list[tuple[list[int], S
 
 
 def _present_call(ranks: Sequence[int], stamp: Stamp) -> str:
-    call = f"{stamp.name}, call {stamp.number} there" if stamp.text else "a gather that is no step"
+    call = f"{stamp.name}, call {stamp.number} there" if stamp.text else "a gather outside of step()"
     return f"{ranks_text(ranks)} in {call}"
 
 

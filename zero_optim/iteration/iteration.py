@@ -91,7 +91,7 @@ class Iteration:
     ) -> tuple[float | None, SharedCall | None, Exception | None]:
         """Return the loss, the closure if the class's own step evaluates it, its error inside ``Join``."""
         core, in_join = self._core, self.joins.under_way
-        is_ready = self._overlap is not None or in_join or core.sharding.has_cuts
+        is_ready = self._overlap is not None or in_join or bool(core.sharding.cut_params)
         if not is_ready and core.owned.takes_closures:
             return None, SharedCall(core.group, closure, partial(core.compare_unreduced, in_join=False)), None
         try:

@@ -60,9 +60,12 @@ class OwnedState:
         """Whether the class's step may call a closure; several classes share the gradients of one call."""
         return self.leaves.takes_closures and len(self.local.states) == 1
 
-    def take_over_state(self, state: object) -> bool:
-        """Adopt the mapping that replaces ``state``, or raise; return whether to `show` again."""
-        states, shown = self.local.states, self.shown
+    def take_over_state(self, state: object, states: Sequence[dict[Any, Any]]) -> bool:
+        """Adopt the mapping that replaces ``state``, or raise; return whether to `show` again.
+
+        ``states``: those of the local optimizers.
+        """
+        shown = self.shown
         if state is shown:
             return not (shown.shows(states) if isinstance(shown, OwnedStateView) else shown is states[0])
         if isinstance(state, OwnedStateView) and state.shows(states):
