@@ -265,7 +265,7 @@ def main() -> None:
         results[model] = {"divide": divide, "ranks": runs}
         columns = ["collectives", "launches", "/ plain", "CPU, ms", "construction, s", "received", "buckets"]
         show("One rank's step", ["", *columns], lines(model, runs))
-    record("scale", results, dry=options.dry)
+    record("scale", results, dry=options.dry, backend="fake: one process, one thread")
 
 
 if __name__ == "__main__":
