@@ -39,6 +39,7 @@ def build(
         with failing_together(group):
             group.check_serves(params)
             options.check_flags()
+            options.check_arguments(default)
             groups = GroupReader(params).param_groups
             every = params_of(groups)
             registration = registration_of(every)
