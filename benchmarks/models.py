@@ -51,6 +51,53 @@ class Gpt(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
+class LlamaBlock(nn.Module):
+    def __init__(self, width: int, inner: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        y = self.norm1(x)
+        heads = (
+            m(y).view(batch, length, self.heads, -1).transpose(1, 2)
+            for m in (self.query, self.key, self.value)
+        )
+        query, key, value = heads
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        y = self.norm2(x)
+        result: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return result
+
+
+class Llama(nn.Module):
+    """The shapes of Llama 7 B, without rotary embeddings."""
+
+    def __init__(self, divide: int) -> None:
+        super().__init__()
+        width, vocab = 4096 // divide, 32000 // divide
+        self.tokens = nn.Embedding(vocab, width)
+        self.blocks = nn.Sequential(*(LlamaBlock(width, 11008 // divide, 32 // divide) for _ in range(32)))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocab, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.blocks(self.tokens(tokens))))
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+class Gpt2(Gpt):
+    """GPT-2 of 124 M parameters, whose head is its embedding."""
+
+    def __init__(self, divide: int) -> None:
+        super().__init__(12, 768 // divide, 50257 // divide, 1024, 12 // divide)
+        self.head.weight = self.tokens.weight
+
+
 class Tiny(nn.Module):
     """600 parameters of at most 64 x 64."""
 

@@ -34,3 +34,7 @@ __all__ = [
     "fully_sharded",
     "unsharded",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

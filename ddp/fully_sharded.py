@@ -84,6 +84,7 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
 
     units: UnitsInUse
     _reducer: OwnerReducer
+    _STAGE = 3
     _WITHOUT_JOIN = (
         "ranks that ran out of inputs would have to gather the units that the others use. Give every rank as "
         "many batches"
@@ -112,6 +113,7 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
         arguments = Arguments(*how, process_group, mesh, device, init, options)
         self._accumulate, self._options = accumulate, options
         self.require_backward_grad_sync = self._sends_buffers = True
+        self._has_optimizer = optimizer is not None  # else one stands in
         with ExitStack() as at_exit:
             if optimizer is not None:
                 require_ours(optimizer)
@@ -155,13 +157,21 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
         self._optimizer.core.begin_training(self._mesh)
 
     def _change_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._has_optimizer = optimizer, True
         if self._mesh is not None:
             self._mesh = self._mesh.owned_by(optimizer.ranks)
         self._reducer.close()
         unwatch(self._reducer)
         self._reducer = self._make_reducer()
         self._use_optimizer()
+
+    def extra_repr(self) -> str:
+        """Say what this rank holds; no communication."""
+        return super().extra_repr() if self._has_optimizer else f"no optimizer yet, ZeRO stage {self._STAGE}"
+
+    def __dir__(self) -> list[str]:
+        names: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
+        return [name for name in names if name not in ("after_forward", "before_forward", "units")]
 
     # ------------------------------------------------------------------ a forward pass
 

@@ -26,8 +26,22 @@ class RebindableWrapper(TorchDistributedDataParallel):
 
     reducer: Any
     logger: Any
+    _SHOWN = frozenset({"device", "module", "process_group", "require_backward_grad_sync", "training"})
     _timeout: float | None = None
     _on_stall: str = "raise"
+
+    def __dir__(self) -> list[str]:  # without what PyTorch's constructor sets
+        names: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
+        return [name for name in names if name in self._SHOWN or name not in vars(self)]
+
+    def extra_repr(self) -> str:
+        """Say which rank it is, and how much it reduces; no communication."""
+        if self._is_detached:
+            return "detached"
+        nbytes = sum(param.nbytes for param in self._module_parameters)
+        return (
+            f"rank {self.process_group.rank()} of {self.process_group.size()}, {nbytes:,} bytes of gradients"
+        )
 
     def detach(self) -> None:
         """Drop the process group, the reducer and comm hooks; no communication.

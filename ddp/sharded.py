@@ -38,10 +38,10 @@ class ShardedDataParallel(ShardedModule, DistributedDataParallel):
     float32 with one rounding. On two ranks these are the bits of ``DistributedDataParallel``. With a mesh,
     the sum of a replica is rounded too.
 
-    Each bucket is sent while the next one fills, and takes half the bytes of an all-reduce. On the CPU a rank
-    holds its own gradients, two buckets and one gradient; on an accelerator, or if the rows of a bucket are
-    uneven, at most three buckets: Note [Memory of sharded gradients] in `zero_optim.ddp.owners.owner_bucket`.
-    The first pass with ``static_graph=True`` holds all gradients.
+    Each bucket is sent while the next one fills, and takes half the bytes of an all-reduce. A rank holds its
+    own gradients, one gradient and three buckets, two if ranks of one host share its memory: Note [Memory of
+    sharded gradients] in `zero_optim.ddp.owners.owner_bucket`. The first pass with ``static_graph=True``
+    holds all gradients.
 
     All ranks of the optimizer's group construct it, with the same arguments, and run forward and backward
     passes together, as many on each rank: ``Join`` raises. Errors of a backward pass, checkpointing, and
@@ -75,6 +75,7 @@ class ShardedDataParallel(ShardedModule, DistributedDataParallel):
         RankMismatchError: on every rank: models or arguments differ; or the optimizers of two replicas.
     """
 
+    _STAGE = 2
     _WITHOUT_JOIN = NO_JOIN
 
     def __init__(

@@ -73,7 +73,9 @@ def train(steps: int, device: torch.device) -> list[float]:
         losses.append(total.item() / dist.get_world_size())
         if dist.get_rank() == 0 and (step % 25 == 0 or step == steps):
             print(f"update {step:>4}  loss {losses[-1]:.3f}")
-    optimizer.explain()  # rank 0 prints what each rank holds
+    explanation = optimizer.explain()  # what each rank holds; all ranks call
+    if dist.get_rank() == 0:
+        print(explanation)
     return losses
 
 

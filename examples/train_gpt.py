@@ -267,7 +267,7 @@ def main() -> None:
     say(f"ranks     {dist.get_world_size()} ({device.type}, {dist.get_backend()})")
     trainer.train()
     if args.stage:
-        say(trainer.optimizer.explain(quiet=True))  # zero_optim: what each rank holds
+        say(trainer.optimizer.explain())  # zero_optim: what each rank holds
     if dist.get_rank() == 0:
         with suppress(ImportError):  # of matplotlib
             trainer.draw()

@@ -19,3 +19,7 @@ __all__ = [
     "reduce_to_owners",
     "zero_step",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -235,6 +235,17 @@ class LateGroup(dist.ProcessGroup):
 
         return self._issue(start, outputs)
 
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, received: list[int], sent: list[int], opts: Any = None
+    ) -> LateWork:
+        outputs, inputs = (
+            list(tensor.split(lengths or [tensor.numel() // self.size()] * self.size()))
+            for tensor, lengths in ((output, received), (given, sent))
+        )
+        return self.alltoall(outputs, inputs, opts)
+
+    alltoall_base = all_to_all_single  # its name before PyTorch 2.13
+
     def send(self, tensors: list[Tensor], target: int, tag: int) -> LateWork:
         return self._issue(lambda gloo=self._gloo: gloo.send(tensors, target, tag), [])
 

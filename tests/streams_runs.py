@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -10,7 +10,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from meshes import mesh_of
 from modelled import Race, Stream, StreamsModel, modelled_streams
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.checkpoint import save_async
@@ -21,6 +23,7 @@ from zero_optim.ddp import (
     ShardedDataParallel,
     unsharded,
 )
+from zero_optim.errors import ReductionError
 from zero_optim.hooks import zero_step
 from zero_optim.hooks.grad_bucket import Hook
 from zero_optim.step import clip as norms
@@ -51,10 +54,14 @@ class Net(nn.Module):
         self.beside = nn.Linear(12, 12)
         self.streams: StreamsModel | None = None
         self.side: Stream | None = None
+        self.recomputes: bool | None = None  # the middle part, by checkpointing that is reentrant, or not
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x).tanh()
-        if self.streams is None or self.side is None:
+        if self.recomputes is not None:
+            middle: Tensor = checkpoint(self.middle, hidden, use_reentrant=self.recomputes)
+            hidden = middle + self.beside(hidden)
+        elif self.streams is None or self.side is None:
             hidden = self.middle(hidden) + self.beside(hidden)
         else:
             branch = self.streams.on_stream(self.middle, self.side)(hidden)
@@ -74,6 +81,11 @@ class Run:
     sharded: dict[str, Any] | None = None
     fully: dict[str, Any] | None = None
     lazily: bool = False
+    scales: bool = False  # with a GradScaler
+    accumulates: bool = False  # another pass first, in no_sync()
+    is_frozen: bool = False  # but for two layers, of which one is an adapter
+    replicas: int = 1  # of a mesh
+    prepare: Callable[["Run"], None] = lambda run: None
     before: Callable[["Run"], None] = lambda run: None
     between: Callable[["Run"], None] = lambda run: None
     after: Callable[["Run"], None] = lambda run: None
@@ -83,15 +95,24 @@ class Run:
     def build(self, net: Net) -> None:
         sgd = {"optimizer_class": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
         options = {"bucket_cap_mb": CAP_MB, **(sgd if "optimizer_class" not in self.options else {})}
+        mesh: dict[str, Any] = {}
+        if self.replicas > 1:
+            mesh = {"mesh": mesh_of(self.replicas)}
+            options["process_group"] = mesh["mesh"]["shard"].get_group()
         self.net = net
-        self.optimizer = ZeroRedundancyOptimizer(net.parameters(), **{**options, **self.options})
+        self.prepare(self)
+        if self.is_frozen:
+            net.first.requires_grad_(False)
+            net.middle.requires_grad_(False)
+        trained = [param for param in net.parameters() if param.requires_grad]
+        self.optimizer = ZeroRedundancyOptimizer(trained, **{**options, **self.options})
         if self.fully is not None:
             units = [net.first, net.middle, net.last]
             self.ddp: DistributedDataParallel = FullyShardedDataParallel(
-                net, self.optimizer, units=units, **self.fully
+                net, self.optimizer, units=units, **mesh, **self.fully
             )
         elif self.sharded is not None:
-            self.ddp = ShardedDataParallel(net, self.optimizer, **self.sharded)
+            self.ddp = ShardedDataParallel(net, self.optimizer, **mesh, **self.sharded)
         else:
             self.ddp = DistributedDataParallel(net, bucket_cap_mb=CAP_MB, **self.ddp_options)
         if self.lazily:
@@ -104,14 +125,19 @@ class Run:
     def train(self, net: Net) -> list[Tensor]:
         """Train a model; gives its parameters."""
         self.build(net)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=self.scales)
         for step in range(STEPS):
             self.before(self)
             self.optimizer.zero_grad()
+            if self.accumulates:
+                with self.ddp.no_sync():
+                    scaler.scale(self.ddp(batch(8)).square().mean()).backward()
             loss = self.ddp(batch(step)).square().mean()
             self.between(self)
-            loss.backward()
+            scaler.scale(loss).backward()
             self.after(self)
-            self.optimizer.step()
+            scaler.step(self.optimizer)
+            scaler.update()
         self.optimizer.wait_for_gathers()
         for finish in self.at_end:
             finish()
@@ -257,6 +283,41 @@ def _chunks(number: int, rank: int) -> list[Tensor]:
 def leave_middle_out(run: Run) -> None:
     """Leave the middle part unused on one rank."""
     run.net.middle.is_skipped = dist.get_rank() == 1
+
+
+def recompute(reentrant: bool, run: Run) -> None:
+    """Recompute the middle part in the backward pass."""
+    run.net.recomputes = reentrant
+
+
+class Breaks(torch.autograd.Function):
+    """Passes a value on; its backward pass raises."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise ArithmeticError("on purpose")
+
+
+def break_a_pass(run: Run) -> None:
+    """Have a backward pass raise on every rank when half of it is over, and go on with the next batch.
+
+    On an accelerator ranks hear of it a forward pass later than on the CPU. Without `check_finished` other
+    batches are left out there, and the bits differ.
+    """
+    run.optimizer.zero_grad()
+    middle = run.net.middle
+    handle = middle.register_forward_pre_hook(lambda _, given: (Breaks.apply(given[0]),))
+    loss = run.ddp(batch(6)).square().mean()
+    handle.remove()
+    with suppress(ArithmeticError):
+        loss.backward()
+    with suppress(ReductionError):
+        run.ddp.check_finished()
+    run.optimizer.wait_for_gathers()
 
 
 def middle_beside(run: Run) -> None:

@@ -190,7 +190,7 @@ CALLS: dict[str, Call] = {
     "a master of another shape": lambda o, bad: o.load_state_dict(
         other_dict(o, partial(with_entry, MASTER, torch.zeros(1)))
     ),
-    "an argument too many: explain": lambda o, bad: o.explain(1) if bad else o.explain(quiet=True),  # type: ignore[call-arg, func-returns-value]
+    "an argument too many: explain": lambda o, bad: o.explain(1) if bad else o.explain(),  # type: ignore[call-arg, func-returns-value]
     "options for other groups": lambda o, bad: o.load_owned_state(o.owned_state(), options(o) * (1 + bad)),
     "another hook": lambda o, bad: zero_step(o, bf16_compress_hook if bad else allreduce_hook),
     "a text as flag": lambda o, bad: zero_step(o, interleave="no" if bad else True),  # type: ignore[arg-type]

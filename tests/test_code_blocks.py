@@ -108,6 +108,7 @@ FACTORIES: dict[str, Callable[["Names"], Any]] = {
     "state_dict": lambda names: torch.optim.AdamW(names["params"], lr=3e-4).state_dict(),
     "scheduler": lambda names: torch.optim.lr_scheduler.ConstantLR(names["optimizer"]),
     "ddp": lambda names: wrappers.DistributedDataParallel(names["model"]),
+    "wrapped": lambda names: wrappers.FullyShardedDataParallel(names["model"], names["optimizer"]),
     "DistributedDataParallel": lambda _: wrappers.DistributedDataParallel,
     "FullyShardedDataParallel": lambda _: wrappers.FullyShardedDataParallel,
     "wrapped": lambda names: wrappers.FullyShardedDataParallel(names["model"], names["optimizer"]),

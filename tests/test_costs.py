@@ -1,17 +1,22 @@
 """What sharding costs: collectives a step, memory a rank, bytes that stay where they are."""
 
-from contextlib import ExitStack
+import io
+from collections.abc import Iterator
+from contextlib import ExitStack, redirect_stdout
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pool import Ranks, on_ranks
 from training import make_params, params_of, set_grads, train_both, twin
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import GATHER
+from zero_optim.step.built import BuiltOptimizer
+from zero_optim.step.spec import OptimizerSpec
 
 
 def count_collectives(optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -118,7 +123,10 @@ def check_explained() -> str:
     optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.1)
     set_grads(params, 0)
     optimizer.step()
-    told = optimizer.explain(quiet=dist.get_rank() == 1)
+    with redirect_stdout(io.StringIO()) as printed:
+        told = optimizer.explain()
+    assert printed.getvalue() == ""
+    assert repr(told) == str(told)
     mine = told.ranks[dist.get_rank()]
     assert mine.num_params == len(optimizer.owned_parameters())
     assert mine.state_nbytes == optimizer.state_nbytes()
@@ -135,3 +143,32 @@ def test_explain_tells_what_is_held_the_same_on_every_rank(ranks: Ranks) -> None
     assert len(set(texts)) == 1
     assert "broadcasts a step" in texts[0]
     assert "1 bfloat16 on cpu" in texts[0]
+
+
+class Counted(list[Tensor]):
+    """A list that counts how often it is gone through."""
+
+    num_passes = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.num_passes += 1
+        return super().__iter__()
+
+
+def test_a_step_of_some_parameters_goes_through_no_group() -> None:
+    """As the step during the backward pass takes one for each bucket."""
+    params = [torch.zeros(1, requires_grad=True) for _ in range(5)]
+    for param in params:
+        param.grad = torch.ones(1)
+    spec = OptimizerSpec(torch.optim.SGD, {"lr": 1.0})
+    built = BuiltOptimizer(spec, [0], [{"params": params}], is_tried=False)
+    (group,) = built.optimizer.param_groups
+    group["params"] = members = Counted(params)
+    built.step({params[3]})
+    members.num_passes = 0
+    built.step({params[4], params[1]})
+    assert members.num_passes == 0
+    assert [param.item() for param in params] == [0, -1, 0, -1, -1]
+    group["params"] = params[:2]  # as after a change of the public group
+    built.step(set(params))
+    assert [param.item() for param in params] == [-1, -2, 0, -1, -1]

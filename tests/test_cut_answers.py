@@ -45,7 +45,7 @@ def test_a_parameter_is_cut_only_if_all_ranks_say_that_it_may_be() -> None:
     with patch(RESULTS, lambda *_: answer):
         mine = built(twin(params), lr=0.01)
         assert num_cut(mine) == 0
-        (line,) = mine.explain(quiet=True).cuts
+        (line,) = mine.explain().cuts
     assert (answer or "another rank, with another processor, found a difference") in line, line
     train_both(plain, mine, 2)
 
@@ -59,7 +59,7 @@ def test_explain_tells_what_is_cut_and_why_the_rest_is_not() -> None:
         sharded = ZeroRedundancyOptimizer(twin(params), optimizer_class, lr=0.1)
         set_grads(params_of(sharded), 0)
         sharded.step()
-        told = sharded.explain(quiet=True)
+        told = sharded.explain()
         mine = told.ranks[dist.get_rank()]
         assert mine.num_params == len(sharded.owned_parameters())
         assert mine.state_nbytes == sharded.state_nbytes()
@@ -89,7 +89,7 @@ def test_on_the_cpu_half_precision_is_cut_only_where_masters_are_stepped() -> No
     plain = torch.optim.RMSprop(params, **options)
     sharded = built(twin(params), torch.optim.RMSprop, **options)
     assert num_cut(sharded) == 0
-    assert any("end of a vector" in line for line in sharded.explain(quiet=True).cuts)
+    assert any("end of a vector" in line for line in sharded.explain().cuts)
     train_both(plain, sharded, 3)
     assert num_cut(built(twin(params), torch.optim.RMSprop, master_dtype=torch.float32)) == 1
 
@@ -177,7 +177,7 @@ def test_blocks_and_thresholds_of_any_size_are_seen_where_the_very_rows_are_trie
     assert max(num_pieces_trained([(1001, 161), (33, 7)], options)) == 2
     if options["block"] != 1000:  # whose blocks lie in one half or the other
         alone = ZeroRedundancyOptimizer(make_params(((1000, 160),)), Quantized, **options)
-        (line,) = alone.explain(quiet=True).cuts
+        (line,) = alone.explain().cuts
         assert "with rows of (1000, 160) cut at" in line
 
 

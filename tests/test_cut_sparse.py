@@ -54,7 +54,7 @@ def test_a_group_can_be_kept_whole() -> None:
         sharded.add_param_group({"params": mine[2:], "cuts": False})
     assert [len(pieces) for pieces in sharded.pieces().values()] == [1, 2, 1]
     assert all("cuts" not in group for group in sharded.param_groups)
-    assert "(cuts=False)" in str(sharded.explain(quiet=True))
+    assert "(cuts=False)" in str(sharded.explain())
     for step in range(3):
         for optimizer in (plain, sharded):
             table, dense, last = params_of(optimizer)

@@ -223,7 +223,7 @@ def test_frozen_parameters_are_gathered_when_the_class_moves_them(view: bool) ->
     for p in params[::2]:
         p.requires_grad_(False)
     plain, sharded = pair_of(DecaysAll, params, view, lr=0.1)
-    assert not any("frozen" in line for line in sharded.explain(quiet=True).buckets)
+    assert not any("frozen" in line for line in sharded.explain().buckets)
     train_both(plain, sharded, 3)
     with pytest.raises(ValueError, match="changes parameters that have no gradient"):
         ZeroRedundancyOptimizer(params_of(sharded), DecaysAll, overlap_with_ddp=True, lr=0.1)

@@ -143,7 +143,7 @@ def test_an_optimizer_tells_that_it_sends_through_memory() -> None:
     for in_memory in (None, False, True, False):  # without a call it does
         if in_memory is not None:
             zero_optim.share_host_memory(in_memory)
-        explanation = sharded(linear(), timeout=None).explain(quiet=True)
+        explanation = sharded(linear(), timeout=None).explain()
         through = "sockets (share_host_memory(False))" if in_memory is False else "memory"
         assert explanation.transport == through
         assert f"broadcasts a step, through {through}" in str(explanation)
@@ -198,7 +198,7 @@ def test_ranks_go_on_over_sockets_where_one_cannot_share(refused: str) -> None:
         assert debug.call_count == 1, "once for a group"
         with pytest.warns(UserWarning, match=why):
             assert not zero_optim.share_host_memory()
-    assert re.search(f"a step, through sockets \\(.*{why}", str(optimizer.explain(quiet=True)))
+    assert re.search(f"a step, through sockets \\(.*{why}", str(optimizer.explain()))
     optimizer.step()
     total = torch.ones(3)
     optimizer.ranks.start_sum(total).wait()

@@ -13,6 +13,7 @@ from training import set_grads
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp import DistributedDataParallel
+from zero_optim.health.stamp import STAMP_NBYTES
 from zero_optim.hooks import zero_step
 
 SHAPES = ((16, 8), (8,), (24, 4), (3,), (16, 16), (5, 5))
@@ -33,11 +34,11 @@ def net() -> nn.Module:
 
 
 def gathered(optimizer: ZeroRedundancyOptimizer) -> tuple[int, int]:
-    """Bytes that this rank sends in a gather of everything, and broadcasts, by the plan."""
+    """Bytes that this rank sends in a gather of everything, and collectives, by the plan."""
     rank, size = dist.get_rank(), dist.get_world_size()
     in_memory = optimizer.ranks.shared_memory(torch.device("cpu")) is not None
     times = (size - 1, *[0] * (size - 1)) if in_memory else TREES[size]
-    nbytes, rows = 0, 0
+    nbytes, rows = (size - 1) * STAMP_NBYTES, size if in_memory else 1  # the header
     for bucket in optimizer.core.engine.buckets:
         layout = bucket.layout
         for row in layout.rows:

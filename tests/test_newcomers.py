@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as TorchDdp
 from torch.optim import Optimizer
 
+import zero_optim
 from pool import on_ranks
 from training import (
     assert_same_bits,
@@ -25,6 +26,7 @@ from training import (
     twin,
 )
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
 
 AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
 
@@ -143,6 +145,62 @@ def test_imports_bring_nothing_of_pytorch_that_is_slow_to_import() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=600)
 
 
+@on_ranks(2)
+def test_repr_says_class_ranks_stage_what_is_owned_and_bytes() -> None:
+    rank, adamw = dist.get_rank(), "AdamW, rank {} of 2, owns 1 of 2 parameters, {} bytes of state"
+
+    def layer() -> nn.Linear:
+        return nn.Linear(4, 1)
+
+    model = layer()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW)
+    before = adamw.format(rank, 0)
+    assert repr(optimizer).startswith(f"ZeroRedundancyOptimizer({before}, ZeRO stage 1\nParameter Group 0\n")
+    wrapped = ShardedDataParallel(model, optimizer)
+    wrapped(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    after = adamw.format(rank, optimizer.state_nbytes())
+    assert repr(wrapped).startswith(f"ShardedDataParallel(\n  {after}, ZeRO stage 2\n  (module): Linear(")
+    wrapped.detach()
+    optimizer.detach()
+    assert after in repr(optimizer)
+    whole = DistributedDataParallel(layer())
+    assert repr(whole).startswith(f"DistributedDataParallel(\n  rank {rank} of 2, 20 bytes of gradients\n")
+    whole.detach()
+    assert "detached\n" in repr(whole)
+    fully = FullyShardedDataParallel(layer())
+    assert "  no optimizer yet, ZeRO stage 3\n" in repr(fully)
+    optimizer = ZeroRedundancyOptimizer(fully.parameters(), AdamW)
+    assert f"  {before}, ZeRO stage 3\n" in repr(fully)
+    assert f"({before}, ZeRO stage 3\n" in repr(optimizer)
+
+
+@on_ranks(1)
+def test_completion_shows_what_a_user_may_call() -> None:
+    assert set(dir(zero_optim)) == {
+        *zero_optim.__all__,
+        "checkpoint",
+        "ddp",
+        "hooks",
+        "integrations",
+        "__version__",
+    }
+    assert zero_optim.integrations is sys.modules["zero_optim.integrations"]
+    for package in (zero_optim.checkpoint, zero_optim.ddp, zero_optim.hooks):
+        assert dir(package) == sorted(package.__all__)
+    model = nn.Linear(4, 4)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW)
+    own = {name for name in {*dir(optimizer)} - {*dir(AdamW)} if not name.startswith("_")}
+    assert own >= {"explain", "owners", "rebind", "state_nbytes"}
+    assert not own & {"core", "iteration", "begin_overlapped_step"}
+    of_whole, of_fully = (
+        dir(DistributedDataParallel(nn.Linear(4, 4))),
+        dir(FullyShardedDataParallel(model, optimizer)),
+    )
+    assert {"module", "no_sync", "metrics"} <= {*of_whole} & {*of_fully}
+    assert not {"reducer", "logger", "bucket_bytes_cap", "units", "before_forward"} & {*of_whole, *of_fully}
+
+
 # ---------------------------------------------------------------------- classes that step() asks something
 
 
@@ -236,7 +294,7 @@ def test_pytorchs_own_hook_says_which_import_to_change() -> None:
         hook_with_zero_step_interleaved,
     )
 
-    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    ddp = TorchDdp(nn.Linear(3, 2))
     sharded = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, overlap_with_ddp=True, lr=0.1)
     for make in (hook_with_zero_step, hook_with_zero_step_interleaved):
         with pytest.raises(AttributeError, match=r"import them from zero_optim\.hooks"):

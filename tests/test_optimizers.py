@@ -118,7 +118,7 @@ def check_case(name: str, options: Options, *, finely_cut: bool = False) -> None
     if finely_cut:
         is_cut = any(len(pieces) == dist.get_world_size() for pieces in sharded.pieces().values())
         assert is_cut == (why_not_cut(case.optimizer_class, options, [{}]) is None)
-        assert not is_cut or len(sharded.explain(quiet=True).cuts) >= 2
+        assert not is_cut or len(sharded.explain().cuts) >= 2
         whole = ZeroRedundancyOptimizer(
             twin(params), case.optimizer_class, cuts=False, **case.sharding, **options
         )

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from overlap import WRAPPERS
 from parity import assert_row
@@ -44,6 +45,41 @@ def test_a_sum_of_16_bits_over_many_ranks_is_rounded_once(dtype: torch.dtype) ->
     total = torch.empty_like(value)
     row_sum._add([value.clone() for _ in range(size)], 3, total)
     assert torch.equal(total, (value.float() * size).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64])
+@pytest.mark.parametrize(
+    ("world", "length"), [(3, 40_000), (18, 20_001), (200, 7), (1024, 48), (2, 5), (5, 0)]
+)
+def test_rows_added_at_once_have_the_bits_of_additions(dtype: torch.dtype, world: int, length: int) -> None:
+    rows = torch.randn(world, length, generator=torch.Generator().manual_seed(0)).mul_(100).to(dtype)
+    total, expected = torch.empty(2, length, dtype=dtype).unbind()
+    with mock.patch.object(row_sum, "_BAGGED_AT_ONCE", 2**17):
+        row_sum._add_at_once(rows, total)
+    row_sum._add([row.clone() for row in rows], 0, expected)
+    assert torch.equal(total, expected)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that are a launch on an accelerator."""
+
+    VIEWS = ("view", "slice", "alias", "new_empty")
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.overloadpacket.__name__.startswith(self.VIEWS)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2), (torch.bfloat16, 3)])
+def test_launches_of_a_sum_do_not_grow_with_the_number_of_ranks(dtype: torch.dtype, most: int) -> None:
+    for world in (8, 1024):
+        rows = torch.zeros(world, 2**20 // world, dtype=dtype)
+        row_sum._add_at_once(rows, rows[0].clone())  # which makes an index
+        total = rows[0].clone()
+        with Launches() as launches:
+            row_sum._add_at_once(rows, total)
+        assert launches.count <= most
 
 
 @on_ranks(3)

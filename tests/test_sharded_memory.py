@@ -99,7 +99,7 @@ def holds_little(num_passes: int, defers: bool, whole: bool) -> None:
     if num_passes > 1:  # where reports are read at once, the sums of a pass are apart until then
         own += 2 * BUCKET_LAYERS * LAYER_NBYTES / size if defers else own
     bucket = BUCKET_LAYERS * LAYER_NBYTES
-    more = 1.5 * bucket + LAYER_NBYTES if size == 2 else 2 * bucket
+    more = (1.5 if size == 2 else 2) * bucket + LAYER_NBYTES
     assert peak <= own + more + SLACK_NBYTES, (peak, own, bucket)
 
 

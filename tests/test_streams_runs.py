@@ -17,6 +17,7 @@ from pool import Ranks
 from streams_runs import (
     Found,
     Run,
+    break_a_pass,
     clip,
     clip_after_another_pass,
     clip_on_device,
@@ -26,6 +27,7 @@ from streams_runs import (
     leave_middle_out,
     middle_beside,
     on_model,
+    recompute,
     reduce_scatters,
     replace_data,
     save,
@@ -52,6 +54,23 @@ REPLACED: dict[str, Any] = {"before": replace_data}
 EVALUATED: dict[str, Any] = {"before": evaluate_beside, "between": join}  # beside what is between two steps
 EVALUATED_BETWEEN: dict[str, Any] = {"between": evaluate_beside, "after": join}
 LEFT_OUT: dict[str, Any] = {"before": leave_middle_out}
+STAGES: dict[str, dict[str, Any]] = {
+    "averaged gradients": {},
+    "lazy gathers": LAZILY,
+    "zero_step": EVERYWHERE,
+    "zero_step to owners": OWNERS,
+    "sharded gradients": {"sharded": {}},
+    "sharded parameters": {"fully": {}},
+}
+# What a user may add to each stage.
+LOOPS: dict[str, dict[str, Any]] = {
+    "reentrant checkpointing": {"prepare": partial(recompute, True)},
+    "checkpointing": {"prepare": partial(recompute, False)},
+    "GradScaler": {"scales": True},
+    "no_sync": {"accumulates": True},
+    "LoRA": {"is_frozen": True},
+    "a pass that raises": {"before": break_a_pass},
+}
 KEPT = {"reshard_after_forward": False}
 SEARCHING = {"find_unused_parameters": True}
 
@@ -90,6 +109,15 @@ RUNS: dict[str, dict[str, Any]] = {
     "fp16": {"hook": fp16_compress_hook},
 }
 
+RUNS |= {
+    f"{stage}, {loop}": of_stage | of_loop
+    for stage, of_stage in STAGES.items()
+    for loop, of_loop in LOOPS.items()
+    if not (
+        loop == "GradScaler" and "zero_step" in stage
+    )  # it raises: the step is over before the scaler looks
+}
+
 
 def races_of(name: str) -> list[Found]:
     # A save that goes on uses a process group of gloo's, beside whatever else there is.
@@ -100,6 +128,18 @@ def races_of(name: str) -> list[Found]:
 def test_a_run_is_ordered(ranks2: Ranks, name: str) -> None:
     for rank, found in enumerate(ranks2.run(races_of, name)):
         assert not found, "\n".join([f"rank {rank}", *(race.text for race in found)])
+
+
+@pytest.mark.parametrize("stage", ["sharded gradients", "sharded parameters"])
+@pytest.mark.parametrize("loop", ["plain", "checkpointing", "GradScaler", "no_sync", "LoRA"])
+def test_a_run_over_a_mesh_is_ordered(ranks4: Ranks, stage: str, loop: str) -> None:
+    run = STAGES[stage] | LOOPS.get(loop, {}) | {"replicas": 2}
+    for rank, found in enumerate(ranks4.run(races_over_mesh, run)):
+        assert not found, "\n".join([f"rank {rank}", *(race.text for race in found)])
+
+
+def races_over_mesh(run: dict[str, Any]) -> list[Found]:
+    return on_model(lambda: Run(**run), is_nccl=True)
 
 
 # ---------------------------------------------------------------------- races that are put back

@@ -2,12 +2,13 @@
 
 import logging
 import random
+from collections import Counter
 
 import pytest
 
 from scripted_peers import Network, network
 from zero_optim.health.peers import Presence
-from zero_optim.health.tree import FAN, above, below, cut, from_groups, from_runs, to_groups, to_runs
+from zero_optim.health.tree import FAN, above, cut, from_groups, from_runs, to_groups, to_runs
 
 TIMEOUT = 600.0
 HUGE = 16384
@@ -122,14 +123,9 @@ def test_ranks_that_wait_for_each_other_give_up_after_a_minute_though_some_begin
 
 def test_a_tree_has_each_place_once_and_few_below_each() -> None:
     for size in (1, 2, 33, 34, 1000, HUGE):
-        seen = {0}
-        for place in range(size):
-            under = below(place, size)
-            assert len(under) <= FAN
-            assert seen.isdisjoint(under)
-            assert all(above(each, size)[0] == place for each in under[:1])
-            seen.update(under)
-        assert seen == {*range(size)}
+        children = Counter(above(place, size)[0] for place in range(1, size))
+        assert max(children.values(), default=0) <= FAN
+        assert max(len(above(place, size)) for place in range(size)) <= 3
     assert cut(3, 3) == []
 
 

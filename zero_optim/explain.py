@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from zero_optim.comm.agreement import check_flags, failing_together
 from zero_optim.plan.cuts import MIN_ROW_NBYTES, TOLERANCE, row_nbytes
 from zero_optim.plan.groups import param_names
 from zero_optim.plan.pieces import numel_of
@@ -27,9 +26,9 @@ class RankHolding:
     cost: float  # of these rows, in the unit of the cost function
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Explanation:
-    """What all ranks hold. ``str()`` gives a table."""
+    """What all ranks hold. ``str()`` gives a table, equal on every rank."""
 
     ranks: tuple[RankHolding, ...]
     buckets: tuple[str, ...]  # a line for each, in the order of gathers
@@ -55,12 +54,12 @@ class Explanation:
         more = [f"and {len(self.cuts) - 20} more lines in `cuts`"] if len(self.cuts) > 20 else []
         return "\n".join([*lines, *self.buckets, *self.cuts[:20], *more, *self.traits])
 
+    __repr__ = __str__  # for notebooks
 
-def explain(core: Core, *, quiet: bool) -> Explanation:
-    """Exchange what all ranks hold, and print it on rank 0; all ranks call; three small collectives."""
+
+def explain(core: Core) -> Explanation:
+    """Exchange what all ranks hold; all ranks call; two small collectives."""
     with core.group.doing("explain()"):
-        with failing_together(core.group):
-            check_flags(quiet=quiet)
         group, works = core.group, core.group.works
         payloads = group.all_gather_bytes(json.dumps(asdict(_holding(core))).encode())
         cuts = [
@@ -73,7 +72,7 @@ def explain(core: Core, *, quiet: bool) -> Explanation:
         if not transport and group.size > 1 and group.device.type == "cpu":
             why = works.why_no_memory if works.log.shares_memory else "share_host_memory(False)"
             transport = f"sockets ({why})" if why else ""
-        explanation = Explanation(
+        return Explanation(
             ranks=tuple(RankHolding(**json.loads(payload)) for payload in payloads),
             buckets=buckets,
             traits=tuple(_traits_text(*of_class) for of_class in core.owned.local.traits()),
@@ -81,9 +80,14 @@ def explain(core: Core, *, quiet: bool) -> Explanation:
             collectives_per_step=sum(num_sent) if group.size > 1 else 0,
             transport=transport,
         )
-    if core.group.rank == 0 and not quiet:
-        print(explanation)  # noqa: T201 - what it is for
-    return explanation
+
+
+def summary(core: Core) -> str:
+    """Say in one line what this rank holds. No communication."""
+    names = " and ".join(dict.fromkeys(name for name, _ in core.owned.local.traits()))
+    owned = f"owns {len(core.own_params())} of {len(core.params)} parameters"
+    ranks = f"rank {core.ranks.rank} of {core.ranks.size}"
+    return f"{names}, {ranks}, {owned}, {core.state_nbytes():,} bytes of state"
 
 
 def _holding(core: Core) -> RankHolding:

@@ -17,7 +17,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import PHASES
 from zero_optim.compat import private
 from zero_optim.compat.autograd import register_with_pytorch
-from zero_optim.explain import Explanation, explain
+from zero_optim.explain import Explanation, explain, summary
 from zero_optim.health.watchdog import OnStall, learn_addresses, patient, unwatch, watch
 from zero_optim.iteration import Iteration
 from zero_optim.plan.costs import Cost, CostName
@@ -44,6 +44,7 @@ def _part(path: str, doc: str, *, settable: bool = False) -> Any:  # noqa: ANN40
 
 
 _OWN = frozenset({"core", "iteration", "grad_scale", "found_inf"})  # the latter by scalers
+_HIDDEN = {*_OWN, "begin_overlapped_step", "profile_hook_step", "OptimizerPreHook", "OptimizerPostHook"}
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -197,6 +198,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             why = ", and shows no private names of the class that it shards" if is_private else ""
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'{why}")
         return self.iteration.forwarded_method(name, matches)
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in _HIDDEN]
+
+    def __repr__(self) -> str:
+        stage, groups = 3 if self.core.engine.row_buckets else 1, super().__repr__().partition("(")[2]
+        return f"{type(self).__name__}({summary(self.core)}, ZeRO stage {stage}{groups}"
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute, of the user's class if that has it and this one does not; no communication."""
@@ -483,9 +491,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self.core.ranks.phase.traffic.figures(PHASES, "steps", reset=reset)
 
     @called_by_all
-    def explain(self, *, quiet: bool = False) -> Explanation:
-        """Return what each rank holds, and unless ``quiet`` print it on rank 0; all ranks call."""
-        return explain(self.core, quiet=quiet)
+    def explain(self) -> Explanation:
+        """Return what each rank holds, of which ``print()`` makes a table; all ranks call."""
+        return explain(self.core)
 
     # ------------------------------------------------------------------ Join
 

@@ -28,8 +28,7 @@ from zero_optim.compat.autograd import in_backward
 from zero_optim.ddp.full.guards import UnitMembers
 from zero_optim.ddp.full.launch_order import LaunchOrder
 from zero_optim.ddp.full.saved_reads import SavedReads
-from zero_optim.ddp.full.unit import Unit, UnitOrder, UnitUse, UnitValues
-from zero_optim.ddp.full.unit_task import UnitTask
+from zero_optim.ddp.full.unit import Unit, UnitOrder, UnitTask, UnitUse, UnitValues
 from zero_optim.ddp.reducer.graph import on_gradient, replaced, tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.flow.schedule import Moment, Operation
@@ -90,18 +89,12 @@ class UnitsInUse(ModuleCalls, Uncopied):
     # ------------------------------------------------------------------ operations
 
     def _at(self, moment: Moment, buckets: list[RowBucket], purpose: Purpose, tells: bool = False) -> None:
-        self._engine.on(moment, buckets, UnitTask(self, purpose, tells=tells))
-
-    def forget_gathers(self) -> None:
-        """Forget all gathers, which may never come, as ranks gather different units."""
-        for bucket in self.buckets:
-            bucket.gathers.abandon()
-        self.gathers.abandon()
+        self._engine.on(moment, buckets, UnitTask(self.units, self.gathers, purpose, tells=tells))
 
     def _fetch(self, number: int | None, purpose: Purpose, tells: bool = False) -> None:
         """Start the gather of a unit ahead of the moment that waits for it."""
         if number is not None:
-            task = UnitTask(self, purpose, tells=tells)
+            task = UnitTask(self.units, self.gathers, purpose, tells=tells)
             buckets = self.units[number].buckets
             self._engine.on(Moment.BEFORE_FORWARD, buckets, task, only=Operation.GATHER)
 
@@ -285,7 +278,9 @@ class UnitsInUse(ModuleCalls, Uncopied):
         if as_kept and any(unit.is_rounded for unit in units):
             self.check_unpinned()  # of all, so that a walk over modules raises before it has changed anything
             held, wide = [], list(map(WideBucket, _buckets_of(units)))
-            self._engine.on(Moment.BEFORE_FORWARD, wide, UnitTask(self, Purpose.AS_KEPT, tells=False))
+            self._engine.on(
+                Moment.BEFORE_FORWARD, wide, UnitTask(self.units, self.gathers, Purpose.AS_KEPT, tells=False)
+            )
         elif tells:
             self.gathers.stamps.begin_pass()
         request = UnitValues({param: param for unit in held for param in unit.params})

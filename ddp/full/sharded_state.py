@@ -85,7 +85,7 @@ def _copied(tensor: Tensor) -> Tensor:
 def local_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return what this rank has of the state dict, and which entries of it are rows of which parameters."""
     units.check_unpinned()
-    own = {bucket.params[place.param]: place for bucket in units.buckets for place in bucket.places()}
+    own = {param: (first, rows) for bucket in units.buckets for param, first, rows in bucket.places()}
     names, whole = _freed_state(module, units)
     state, params = dict[str, Any](), dict[str, Tensor]()
     for name, value in whole.items():
@@ -93,7 +93,7 @@ def local_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, Any], d
         if param is None:
             state[name] = value
         elif param in own:
-            _, first, rows = own[param]
+            first, rows = own[param]
             key = name if rows.shape == param.shape else f"{name}[{first}:{first + len(rows)}]"
             state[key], params[key] = rows.detach(), param
     return state, params

@@ -1,10 +1,18 @@
-"""One unit, and the order in which units are needed. Does not communicate."""
+"""One unit, what the engine does to its buckets, and the order in which units are needed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
+from zero_optim.errors import RankMismatchError
+from zero_optim.flow.pending import Pending
+from zero_optim.health.unit_stamps import Purpose
+from zero_optim.shard.bucket import Bucket
+from zero_optim.shard.gathers import UnitGathers
 from zero_optim.shard.row_bucket import RowBucket
+from zero_optim.shard.task import Task
 
 OUTERMOST = "the outermost unit"
 
@@ -65,6 +73,42 @@ class Unit:
     def shares_memory(self, tensor: Tensor) -> bool:
         """Whether a tensor is a view of what is freed with the unit."""
         return any(bucket.shares_memory(tensor) for bucket in self.buckets)
+
+
+class UnitTask(Task):
+    """Gathers and frees units, for a purpose; if it ``tells`` of failures of the last step."""
+
+    def __init__(self, units: Sequence[Unit], gathers: UnitGathers, purpose: Purpose, *, tells: bool) -> None:
+        self._units, self._gathers, self._purpose, self._tells = units, gathers, purpose, tells
+        self._is_here = False
+
+    def to_gather(self, buckets: Sequence[Any]) -> Sequence[Any]:
+        """Leave out what is whole or comes."""
+        return [bucket for bucket in buckets if bucket.needs_gather]
+
+    def gather(self, bucket: Bucket) -> Pending[None]:
+        """Start the gather of a bucket."""
+        return self._gathers.start(bucket, self._purpose, tells=self._tells)
+
+    def clean_up(self, error: BaseException, buckets: Sequence[Any]) -> None:
+        """If ranks gather different units, free these, and forget all gathers, which may never come."""
+        if isinstance(error, RankMismatchError):
+            for unit in self._units:
+                for bucket in unit.buckets:
+                    bucket.gathers.abandon()
+            self._gathers.abandon()
+            for each in buckets:
+                each.free()
+
+    def arrived(self) -> None:
+        """Raise RankMismatchError if a rank gathered another unit."""
+        self._gathers.stamps.check()
+        self._is_here = True
+
+    def end(self) -> None:
+        """Compare the stamps that came."""
+        if self._tells and self._is_here:
+            self._gathers.stamps.look()
 
 
 @dataclass(slots=True, eq=False)

@@ -129,7 +129,7 @@ class OwnerBucket(ReducerBucket):
         if self.is_sparse or not slots:
             super().take(slots, divisor)
             return
-        flat = self._filled()
+        flat = self._filled(zeros=self._has_gaps)
         targets, sources = [], []
         for target, source in self._places(flat, slots):
             if source is None:
@@ -145,11 +145,11 @@ class OwnerBucket(ReducerBucket):
             if divisor != 1:
                 self._multiply(flat, slots, 1 / divisor)
 
-    def _filled(self) -> Tensor:
-        """Return the rows of this pass; the current stream may write there."""
+    def _filled(self, *, zeros: bool) -> Tensor:
+        """Return the rows of this pass, new ones as zeros if so; the current stream may write there."""
         filling, like = self._filling, self.flat
         if filling.flat is None or filling.made is None:
-            make = torch.zeros if self._has_gaps or not filling.taken else torch.empty
+            make = torch.zeros if zeros else torch.empty
             filling.flat = make(self._slices.total, dtype=like.dtype, device=like.device)
             filling.made = AfterEvent(like.device, streams.recorded_event(like.device))
         else:
@@ -190,7 +190,7 @@ class OwnerBucket(ReducerBucket):
 
     def rows(self) -> tuple[Tensor, Slices]:
         """Return the rows to be sent, zeros if nothing was copied, with the word of a failure."""
-        flat = self._filled()
+        flat = self._filled(zeros=True)
         if self._words is not None:
             flat.index_fill_(0, self._words, float("nan") if self._filling.failed else 0.0)
         return flat, self._slices

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh
+from zero_optim.explain import summary
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import names_text
 from zero_optim.step.unreduced import NOT_REDUCED, FrozenParams
@@ -20,6 +21,7 @@ _REDUCES_EACH = 'no_sync(), under which accumulate="owner" reduces every pass, a
 class ShardedModule:
     """A part of `ShardedDataParallel`, which is PyTorch's wrapper too, and `FullyShardedDataParallel`."""
 
+    _STAGE: ClassVar[int]
     _WITHOUT_JOIN: ClassVar[str]  # the reason
     require_backward_grad_sync: bool
     _optimizer: ZeroRedundancyOptimizer
@@ -31,6 +33,10 @@ class ShardedModule:
     def _everyone(self) -> RankGroup:
         """All ranks that train the model: those of the optimizer, or of the mesh."""
         return self._optimizer.ranks if self._mesh is None else self._mesh.everyone
+
+    def extra_repr(self) -> str:
+        """Say what this rank holds; no communication."""
+        return f"{summary(self._optimizer.core)}, ZeRO stage {self._STAGE}"
 
     def _check_frozen(self) -> None:
         names = [name for name, _ in self._frozen.unfrozen()]

@@ -19,7 +19,6 @@ from torch import Tensor
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.backends import as_lists
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.records import Activity
 from zero_optim.compat.autograd import in_backward
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
@@ -99,7 +98,7 @@ class Reducer:
         self._inbox.current = None
         self.slot.failure = None
         self.history = History(len(self.params))
-        self.divisor: Callable[[], float] | None = None  # of the next pass; None for the number of ranks
+        self.divisor: Callable[[], float] | None = None  # of the next pass, in Join; None for `size`
         self._search = UnusedSearch()
         self._unread: list[FailureReport] = []  # of passes that have ended
         self.futures: list[Future[object]] = []  # waited for when the next pass ends
@@ -111,15 +110,6 @@ class Reducer:
         return self.history.carried
 
     @property
-    def in_join(self) -> bool:
-        """Whether the last forward pass was inside ``Join``."""
-        return self.divisor is not None
-
-    @property
-    def _activity(self) -> Activity:
-        return self.group.works.log.activity
-
-    @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks."""
         return self.group.process_group
@@ -129,7 +119,7 @@ class Reducer:
         self._use(replace(RankGroup.of(process_group, self.params), phase=self.group.phase))
 
     def _use(self, group: RankGroup) -> None:
-        self.group, self._summing = group, group.during("reduce")
+        self.group, self._summing, self._activity = group, group.during("reduce"), group.works.log.activity
         watch(self, group, self.options.on_stall)
 
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
@@ -244,7 +234,7 @@ class Reducer:
         divisor = 1.0
         if self.slot.is_empty:
             divisor = self.group.size if self.divisor is None else self.divisor()
-        current = self._new_pass(self.assignment, divisor, in_join=self.in_join)
+        current = self._new_pass(self.assignment, divisor, in_join=self.divisor is not None)
         self._activity.begin("backward pass")
         current.is_held = self._holds()
         self._inbox.current = current
@@ -301,7 +291,7 @@ class Reducer:
             return  # torch.autograd.grad went through the output, and computed no parameter's gradient
         self.history.carried = [False] * len(self.params)
         self.group.phase.traffic.count_step()
-        defers = self.defers_reports and not self.in_join and current.kind != "learning"
+        defers = self.defers_reports and self.divisor is None and current.kind != "learning"
         self.divisor = None
         current.end()
         self._hand_out(current, defers=defers, drops=broke_off and defers)  # nobody is told yet

@@ -194,6 +194,8 @@ class Loopback(dist.ProcessGroup):
 
         return self._issue([output], [kept], run)
 
+    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base  # since PyTorch 2.13
+
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         mine = inputs[self.rank()]
         received = [each for each in outputs if each.data_ptr() != mine.data_ptr()]
@@ -206,6 +208,8 @@ class Loopback(dist.ProcessGroup):
         outputs = output.split(there or [output.shape[0] // size] * size)
         inputs = given.split(back or [given.shape[0] // size] * size)
         return self.alltoall([*outputs], [*inputs])
+
+    all_to_all_single = alltoall_base
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> Work:
         return self._issue([], tensors, lambda: None)

@@ -25,6 +25,7 @@ from gpu.streams import waiting_hook
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.works import Work
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
+from zero_optim.errors import ZeroOptimError
 from zero_optim.hooks import zero_step
 
 with (
@@ -125,7 +126,10 @@ def late_without_waits(here: Here, recipe: str) -> Figures:
         raise NotHere("the CPU would write to memory that was freed")
     right, wait = losses(here, recipe, 8, "early"), Work.wait
     with patch.object(Work, "wait", lambda work: None if work.phase.name == "gather" else wait(work)):
-        wrong = losses(here, recipe, 8, "late")
+        try:
+            wrong = losses(here, recipe, 8, "late")
+        except ZeroOptimError as error:  # what ranks tell each other is garbage as well
+            return {"seen as": type(error).__name__}
     assert not torch.equal(right, wrong), "nothing was seen"
     return {"seen as": "NaN" if not wrong.isfinite().all() else "other losses"}
 

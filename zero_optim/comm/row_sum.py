@@ -147,7 +147,7 @@ def _added(total: Tensor, others: Sequence[Tensor]) -> Tensor:
 def _add_at_once(rows: Tensor, total: Tensor) -> None:
     """Add rows as `_add`, in as many launches for any number: Note [One launch for all ranks]."""
     world, length = rows.shape
-    if world < 3 or rows.dtype not in _IN_BAGS or rows.device.type not in ("cpu", "cuda"):
+    if world < 3 or not length or rows.dtype not in _IN_BAGS or rows.device.type not in ("cpu", "cuda"):
         _add(list(rows), 0, total)
         return
     width = _WIDTH if length > 16 * _WIDTH else UNIT

@@ -24,9 +24,8 @@ from zero_optim.health.peers import (
     host_towards,
     in_threads,
 )
-from zero_optim.health.tree import FAN, Message, Range, above, below, cut, from_groups
+from zero_optim.health.tree import FAN, Message, Range, cut, from_groups
 
-_FEW = 128  # ranks, which all learn each other's addresses; of more each one learns those in its tree
 _LEFT = "left"  # in the store, in the place of an address
 _WITH_A_PAST = (
     "the store of the process group has addresses of processes that have ended: this job was started again "
@@ -77,11 +76,7 @@ class Directory:
                 store.set(_key(self.rank), _LEFT)
 
     def learn(self, ranks: Sequence[int]) -> None:
-        """Read addresses of the ranks early: the store may end first. Waits for these ranks."""
-        if len(ranks) > _FEW:
-            place = ranks.index(self.rank)
-            near = {*range(FAN), *above(place, len(ranks)), *below(place, len(ranks))}
-            ranks = [ranks[each] for each in sorted(near)]
+        """Read the ranks' addresses early: the store may end first. Waits for all ranks."""
         unknown = [rank for rank in ranks if rank not in self._addresses or rank in self._unsure]
         self._unsure.difference_update(ranks)
         if unknown:

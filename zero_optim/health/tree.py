@@ -31,14 +31,6 @@ def above(place: int, size: int) -> list[int]:
     return places
 
 
-def below(place: int, size: int) -> list[int]:
-    """Return the places that a place asks when it answers for its range."""
-    start, stop = 0, size
-    while start != place:
-        start, stop = next(each for each in cut(start + 1, stop) if place < each[1])
-    return [first for first, _ in cut(start + 1, stop)]
-
-
 def to_runs(numbers: Iterable[int]) -> list[Any]:
     """Return ascending numbers as runs: first, last and step, or a number alone."""
     runs: list[list[int]] = []

@@ -40,6 +40,7 @@ OnStall = Literal["raise", "exit"]
 
 _LONGEST_LOOK = 1.0  # seconds between two looks at the waits
 _LONGEST_END = 3.0  # seconds that the end of the process waits for the thread
+_GROUP_FOR_ALL = 1024  # up to this number of ranks each one learns all addresses when it is built
 
 
 def check_patience(timeout: object, on_stall: object = "raise") -> None:
@@ -91,10 +92,10 @@ class _User:
 
 
 def learn_addresses(group: RankGroup) -> None:
-    """Read watchdogs' addresses from the store, once; all exist."""
+    """Read all watchdogs' addresses from the store, once; all exist."""
     world = dist.group.WORLD
     watchdog = None if world is None else _WATCHDOGS.get(world)
-    if watchdog is not None and group.size > 1:
+    if watchdog is not None and 1 < group.size <= _GROUP_FOR_ALL:
         watchdog.directory.learn(group.works.ranks)
 
 

@@ -1,7 +1,7 @@
 """An optimizer's steps: after or in the backward pass, with joined ranks and scalers."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -17,10 +17,11 @@ from zero_optim.flow.schedule import OVERLAP, Moment
 from zero_optim.iteration.joins import STEP_OF_JOIN, Joins, ShadowHook
 from zero_optim.iteration.overlap import Overlap
 from zero_optim.iteration.tasks import StepTask
+from zero_optim.plan.pieces import Pieces
 from zero_optim.state import rebinding
 from zero_optim.state.core import Core
 from zero_optim.step.amp import Scaling, drop_scale
-from zero_optim.step.clip import ClipArguments, clip_together
+from zero_optim.step.clip import ClipArguments, NormSlots, clip_together
 from zero_optim.step.join import Status, exchange, ranks_that
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ class Iteration:
         self.joins = Joins(core)
         self._core = core
         self._overlap: Overlap | None = None
+        self._norm_slots: NormSlots | None = None
 
     # ------------------------------------------------------------------ step()
 
@@ -89,7 +91,7 @@ class Iteration:
     ) -> tuple[float | None, SharedCall | None, Exception | None]:
         """Return the loss, the closure if the class's own step evaluates it, its error inside ``Join``."""
         core, in_join = self._core, self.joins.under_way
-        is_ready = self._overlap is not None or in_join or core.sharding.has_cuts
+        is_ready = self._overlap is not None or in_join or bool(core.sharding.cut_params)
         if not is_ready and core.owned.takes_closures:
             return None, SharedCall(core.group, closure, partial(core.compare_unreduced, in_join=False)), None
         try:
@@ -250,7 +252,12 @@ class Iteration:
                 group = core.group.during("clip")
                 self.joins.lend(group, exchange(group, Status.CLIPS), arguments.to_send())
             params, pieces, _ = self.joins.lendable()
-            return clip_together(core.group, params, pieces, arguments)
+            return clip_together(core.group, params, self._slots_of(pieces), arguments)
+
+    def _slots_of(self, pieces: Sequence[Pieces]) -> NormSlots:
+        if self._norm_slots is None or not self._norm_slots.are_of(pieces):
+            self._norm_slots = NormSlots(pieces, self._core.group.rank, self._core.group.size)
+        return self._norm_slots
 
     def join_hook(self) -> JoinHook:
         """Return the ``Join`` hook that shadows the active ranks' steps."""
@@ -269,7 +276,7 @@ class Iteration:
             while ranks_that(statuses, Status.CLIPS):
                 arguments = self.joins.lend(group.during("clip"), statuses)
                 params, pieces, _ = self.joins.lendable()
-                clip_together(group, params, pieces, ClipArguments.received(arguments))
+                clip_together(group, params, self._slots_of(pieces), ClipArguments.received(arguments))
                 statuses = exchange(group, Status.JOINED)
             if ranks_that(statuses, Status.INFINITE):
                 return

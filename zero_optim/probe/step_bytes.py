@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from zero_optim.comm.encoding import inner_tensors
 from zero_optim.compat import private
@@ -59,16 +57,17 @@ def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:
     return {private.cdata(storage): storage.nbytes() for storage in storages}
 
 
-class _Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Living(private.TorchDispatchMode):  # type: ignore[misc]
     """Counts the bytes of what operators have made and somebody holds, but for known storages."""
 
     def __init__(self, known: set[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.peak, self._known, self._made = 0, known, dict[int, weakref.ref[Tensor]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         made = func(*args, **(kwargs or {}))
-        self._made.update((id(each), weakref.ref(each)) for each in tree_leaves(made) if type(each) is Tensor)
+        every = made if isinstance(made, list | tuple) else [made]
+        self._made.update((id(each), weakref.ref(each)) for each in every if type(each) is Tensor)
         living = _storages([tensor for ref in self._made.values() if (tensor := ref()) is not None])
         self.peak = max(self.peak, sum(size for key, size in living.items() if key not in self._known))
         return made

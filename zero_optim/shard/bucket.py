@@ -140,9 +140,9 @@ class Bucket:
         self._others = [part for part in parts if part[1].owner != rank]
         self._received = [params[index] for index in dict.fromkeys(index for index, _ in self._others)]
         stay = {index for index, param in enumerate(params) if id(param) in shared}
-        is_flat = as_views and can_be_views(params)
-        self._in_flat = InFlat(params, self.forms, layout, stay) if is_flat else None
-        self.nbytes_to_gather = 0 if is_flat else self.nbytes  # beside the parameters, while it is pending
+        self.is_in_place = as_views and can_be_views(params)  # the parameters lie in the flat tensor
+        self._in_flat = InFlat(params, self.forms, layout, stay) if self.is_in_place else None
+        self.nbytes_to_gather = 0 if self.is_in_place else self.nbytes  # while one is pending
         self._lasting: Tensor | None = None  # a flat tensor, with its rows
         if self._in_flat is not None:
             self._keep(self._in_flat.flat)
@@ -158,11 +158,6 @@ class Bucket:
     def run_by(self, recipe: Schedule) -> None:
         """Take the row of the table by which the engine runs this bucket."""
         self.schedule = recipe
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether the parameters lie in the flat tensor."""
-        return self._in_flat is not None
 
     @property
     def is_active(self) -> bool:

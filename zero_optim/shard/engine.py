@@ -23,7 +23,6 @@ Note [Failures in a step]
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -47,7 +46,6 @@ from zero_optim.shard.task import Task
 
 # The flat tensors of the gathers that a call waits for take at most the memory of this many largest buckets.
 NUM_FLAT_TENSORS = 4
-_NBYTES_TO_GATHER = attrgetter("nbytes_to_gather")
 
 
 class Gathering(Task):
@@ -271,7 +269,8 @@ class Engine:
                     bucket.gathers.start(begin)
                 elif Operation.WAIT in bucket.schedule.moments[moment]:
                     if task.awaited is None:
-                        task.awaited = Flow(NUM_FLAT_TENSORS * max(map(_NBYTES_TO_GATHER, chosen)))
+                        most = max([each.nbytes_to_gather for each in chosen])
+                        task.awaited = Flow(NUM_FLAT_TENSORS * most)
                     task.awaited.start(begin, bucket.nbytes_to_gather)
                 else:
                     self.under_way.start(begin, keys=(bucket,))

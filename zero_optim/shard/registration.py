@@ -117,10 +117,6 @@ class Registration:
         for bucket in self.all_buckets:
             bucket.refresh()
 
-    def reusable(self) -> list[RowBucket]:
-        """List buckets for reuse by the next optimizer."""
-        return self.all_buckets if self.is_open else []
-
     def fill(self, buckets: Sequence[RowBucket]) -> None:
         """Copy this rank's rows into new buckets and free the parameters; all ranks call; communicates."""
         assert self.group is not None

@@ -59,14 +59,6 @@ class Uncopied:
         )
 
 
-class Place(NamedTuple):
-    """This rank's part of one parameter."""
-
-    param: int  # index in the bucket
-    first: int  # of its rows that are here
-    rows: Tensor  # a view of the bucket's row
-
-
 class KeptRows(NamedTuple):
     """This rank's part of a parameter, which may be none."""
 
@@ -160,8 +152,8 @@ class RowBucket(Uncopied, Bucket):
             self.row = self.row.new_empty(self._flat_row.numel())
             zero_padding(self.row, self.layout, self.span.start)
 
-    def places(self) -> Iterator[Place]:
-        """Yield this rank's parts of parameters, as views of `row`."""
+    def places(self) -> Iterator[tuple[Tensor, int, Tensor]]:
+        """Yield parameters, the first row of each that is here, and the rows, as views of `row`."""
         self._make_row()
         self._storage.wait()
         offsets = self.layout.offsets()
@@ -170,18 +162,18 @@ class RowBucket(Uncopied, Bucket):
             size, stride = form.size, form.stride
             if not is_whole(piece, size):  # dimension 0 is outermost in memory
                 size, at = torch.Size((piece.stop - piece.start, *size[1:])), at + piece.start * stride[0]
-            yield Place(index, piece.start, self.row.as_strided(size, stride, at))
+            yield self.params[index], piece.start, self.row.as_strided(size, stride, at)
 
     def own_rows(self) -> dict[Tensor, Tensor]:
         """Map the parameters of which this rank owns rows to views of these."""
-        return {self.params[place.param]: place.rows for place in self.places()}
+        return {param: rows for param, _, rows in self.places()}
 
     @torch.no_grad()
     def take_in(self, param: Tensor, values: Tensor | None = None) -> None:
         """Copy this rank's rows out of a parameter's values, by default its own; then it is freed."""
         whole = param if values is None else values
-        for index, first, rows in self.places():
-            if self.params[index] is param:
+        for member, first, rows in self.places():
+            if member is param:
                 rows.copy_(whole[first : first + len(rows)] if rows.shape != whole.shape else whole)
         if values is None:
             self.release(param)

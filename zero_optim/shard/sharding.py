@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -31,7 +31,6 @@ from zero_optim.probe.traits import ELSEWHERE
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.order import Alike
 from zero_optim.shard.places import is_freed
-from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.store import BucketMaker, Store
 
 _DIFFERS_ON_PURPOSE = (
@@ -68,10 +67,10 @@ class Sharding:
         self.pieces: dict[Tensor, Pieces] = _PiecesOf()
         self.whole_because: dict[Tensor, str] = {}
         self.loads: list[float] = [0] * group.size
-        self.cut_params: list[Tensor] = []
+        self.cut_params: list[Tensor] = []  # the same on every rank
         self._num_buckets = 0
         self._group = group
-        self._maker = BucketMaker(as_views, store)
+        self.maker = BucketMaker(as_views, store)
         self.cap_nbytes = _nbytes(cap_mb)
 
     def plan(
@@ -87,7 +86,7 @@ class Sharding:
         ``why_whole`` says which cuts are refused; None cuts nothing and balances only the whole model.
         TypeError or ValueError for unshardable parameters, RankMismatchError for unequal arguments.
         """
-        new, store = groups[before:], self._maker.store
+        new, store = groups[before:], self.maker.store
         reasons: Sequence[str | None] = []
         with agreeing(self._group, "the parameters and options of the optimizer", _HINTS) as agreed:
             check_shardable(groups, set(filter(is_freed, store.params)))
@@ -159,11 +158,6 @@ class Sharding:
         """Whether several ranks own rows of a parameter."""
         return len(self.pieces[param]) > 1
 
-    @property
-    def has_cuts(self) -> bool:
-        """Whether any parameter is cut; the same on every rank."""
-        return bool(self.cut_params)
-
     def add(self, params: Sequence[Tensor], plan: Plan, names: Sequence[str]) -> list[Bucket]:
         """Store a plan's owners; return its buckets."""
         self.pieces.update(zip(params, plan.pieces, strict=True))
@@ -176,15 +170,9 @@ class Sharding:
             for number, bucket in enumerate(plan.buckets, self._num_buckets)
         ]
         self._num_buckets += len(plan.buckets)
-        buckets = self._maker.make(self._group, params, plan, labels)
+        buckets = self.maker.make(self._group, params, plan, labels)
         self.cut_params += (param for bucket in buckets for param in bucket.params if self.is_cut(param))
         return buckets
-
-    def make_row_buckets(
-        self, params: Sequence[Tensor], plan: Plan, former: Iterable[RowBucket] = ()
-    ) -> list[RowBucket]:
-        """Make the buckets of a plan that are freed between steps, for the next `add`."""
-        return self._maker.make_rows(self._group, params, plan, former)
 
     def check_owned(self, groups: Sequence[ParamGroup]) -> None:
         """Raise ValueError for a parameter that was added without ``add_param_group()``."""

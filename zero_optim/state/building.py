@@ -59,7 +59,8 @@ def build(
     inputs.note(groups, own, plan.costs)
     pieces = sharding.owned(every, plan)
     with failing_together(everyone):
-        buckets = sharding.make_row_buckets(every, plan, registration.reusable())
+        former = registration.all_buckets if registration.is_open else []
+        buckets = sharding.maker.make_rows(group, every, plan, former)
         if registration.is_open:
             registration.fill(buckets)
             leaves.keep(buckets)

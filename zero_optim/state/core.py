@@ -135,7 +135,7 @@ class Core:
 
     def check_cuts(self, groups: list[ParamGroup]) -> None:
         """Refuse group options with which a class cannot step cut parameters; may try the class."""
-        if self.sharding.has_cuts:
+        if self.sharding.cut_params:
             self.owned.local.check_cuts(groups, self.owned.leaves.cut_rows, self.sharding.pieces)
 
     def check_sparse(self, params: Iterable[Tensor]) -> None:
@@ -180,9 +180,11 @@ class Core:
 
     def follow_state(self) -> None:
         """Take over a mapping that the user or the class assigned to ``state``; raises as `own_state`."""
-        if self.owned.take_over_state(self.state):
+        states = self.owned.local.states
+        if self.owned.take_over_state(self.state, states):
             self.show_state()
-        sizes = list(map(len, self.owned.local.states))
+            states = self.owned.local.states
+        sizes = list(map(len, states))
         if sizes != self._state_sizes:  # so that most steps look no further
             self._check_state()
             self._state_sizes = sizes

@@ -1,6 +1,7 @@
 """One optimizer of the user's class over this rank's leaves."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +27,8 @@ class BuiltOptimizer:
         self.numbers = numbers
         self.traits: Traits | None = None
         self._is_tried = is_tried
+        self._members: list[list[Tensor]] = []  # of groups, whose places are known
+        self._places: dict[Tensor, tuple[int, int]] = {}  # of leaves: number of the group, place in it
         self._answers: dict[object, Any] = {}  # of probes that steps and loads ask again
         self.first_options = [options_of(group) for group in groups]
         leaves = _leaf_ids(groups)  # taken now: the class may change the dicts
@@ -130,13 +133,22 @@ class BuiltOptimizer:
         for key in [key for key in state if isinstance(key, Tensor) and key not in leaves]:
             del state[key]
 
-    def step(self, chosen: Collection[int] | None, /, *args: object, **kwargs: object) -> Any:  # noqa: ANN401
-        """Step all leaves, or those with the chosen ids: the groups omit the others meanwhile."""
+    def step(self, chosen: Collection[Tensor] | None, /, *args: object, **kwargs: object) -> Any:  # noqa: ANN401
+        """Step all leaves, or the chosen ones: the groups omit the others meanwhile."""
         if chosen is None:
             return self._call_step(*args, **kwargs)
         groups = self.optimizer.param_groups
         members = [group["params"] for group in groups]
-        stepped = [[leaf for leaf in leaves if id(leaf) in chosen] for leaves in members]
+        if len(members) != len(self._members) or not all(map(is_, members, self._members)):
+            self._members = members
+            self._places = {
+                leaf: (number, place)
+                for number, leaves in enumerate(members)
+                for place, leaf in enumerate(leaves)
+            }
+        stepped: list[list[Tensor]] = [[] for _ in members]
+        for number, place in sorted(self._places[leaf] for leaf in chosen if leaf in self._places):
+            stepped[number].append(members[number][place])
         if not any(stepped):
             return None
         try:

@@ -9,15 +9,17 @@ Note [One gather, one wait]
 """
 
 import hashlib
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from operator import is_
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from zero_optim.comm.agreement import agree, check_flags, one_error
@@ -86,15 +88,53 @@ def _number(name: str, value: object) -> float:
     return number
 
 
+class NormSlots:
+    """The places of norms in a gather: a slot for each parameter of a rank, as many on every rank."""
+
+    def __init__(self, pieces: Sequence[Pieces], rank: int, size: int) -> None:
+        self.pieces = list(pieces)
+        owned: list[list[int]] = [[] for _ in range(size)]  # by rank, parameters by index
+        for index, owners in enumerate(pieces):
+            for piece in owners:
+                owned[piece.owner].append(index)
+        self.num = max(map(len, owned))
+        # With whether this rank is the parameter's first owner.
+        self.own = [(index, pieces[index][0].owner == rank) for index in owned[rank]]
+        rows = [[*indices, *[0] * (self.num - len(indices))] for indices in owned]
+        self._params = np.array(rows, dtype=np.int64).reshape(-1)
+        self._known: tuple[bytes, list[int], Tensor] | None = None
+
+    def are_of(self, pieces: Sequence[Pieces]) -> bool:
+        """Whether these are the slots of such pieces."""
+        return len(pieces) == len(self.pieces) and all(map(is_, pieces, self.pieces))
+
+    def of_present(self, present: NDArray[np.uint8]) -> tuple[list[int], Tensor]:
+        """Return the parameters with a gradient, and a row of places for each, of equal length: -1 is none.
+
+        ``present``: of each rank and slot. A rank sends the norms of those with a gradient one behind the
+        other. Places are in the order of ranks, which is that of rows.
+        """
+        key = present.tobytes()
+        if self._known is None or self._known[0] != key:
+            slots = present.reshape(-1).nonzero()[0]
+            behind = present.cumsum(1, dtype=np.int64) - 1 + np.arange(len(present))[:, None] * self.num
+            order = self._params[slots].argsort(kind="stable")
+            params, counts = np.unique(self._params[slots], return_counts=True)
+            places = np.full((len(params), counts.max(initial=0)), -1)
+            places[np.arange(places.shape[1]) < counts[:, None]] = behind.reshape(-1)[slots[order]]
+            self._known = key, params.tolist(), torch.from_numpy(places)
+        return self._known[1], self._known[2]
+
+
 def clip_together(
     group: RankGroup,
     params: Sequence[Tensor],
-    pieces: Sequence[Pieces],
+    slots: NormSlots,
     arguments: ClipArguments,
 ) -> Tensor:
     """Clip by the global norm, and return it; all ranks call. One collective or two; errors on every rank."""
     rows = list(map(rows_here, params))
-    norm = _global_norm(group.during("clip"), params, rows, pieces, arguments)
+    norm = _global_norm(group.during("clip"), params, rows, slots, arguments)
     if arguments.error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the norm of order {arguments.norm_type} of all gradients is {norm.item()}: they cannot be "
@@ -116,20 +156,15 @@ def _global_norm(
     group: RankGroup,
     params: Sequence[Tensor],
     rows: Sequence[Tensor | None],
-    pieces: Sequence[Pieces],
+    slots: NormSlots,
     arguments: ClipArguments,
 ) -> Tensor:
     """Return the norm of all gradients, 0-d in their dtype; ``rows`` are those here; all ranks call."""
     device = params[0].device
-    owned: list[list[int]] = [[] for _ in range(group.size)]  # by rank, parameters by index
-    for index, owners in enumerate(pieces):
-        for piece in owners:
-            owned[piece.owner].append(index)
-    grads: list[Tensor | None] = []  # those whose norm this rank takes
-    for index in owned[group.rank]:
-        is_first = pieces[index][0].owner == group.rank
-        has_own = is_first or isinstance(params[index].grad, PartialGradient)
-        grads.append(rows[index] if has_own else None)
+    grads = [  # those whose norm this rank takes
+        rows[index] if is_first or isinstance(params[index].grad, PartialGradient) else None
+        for index, is_first in slots.own
+    ]
     heading, norms, failure = b"\1", None, None
     try:
         order, present = arguments.check(), [grad for grad in grads if grad is not None]
@@ -138,38 +173,32 @@ def _global_norm(
     except Exception as error:  # noqa: BLE001 - told to the others, and raised on every rank below
         failure = error
     has_grad = [norms is not None and grad is not None for grad in grads]
-    everyone, values = _exchanged(group, heading, has_grad, norms, max(map(len, owned)), device)
-    if any(heading[0] for heading, _ in everyone):
+    known, values = _exchanged(group, heading, has_grad, norms, slots.num, device)
+    headings = known[:, :_HEADING_NBYTES]
+    if headings[:, 0].any():
         raise one_error(group, failure)
-    if len({heading for heading, _ in everyone}) > 1:
+    if (headings != headings[0]).any():
         agree(group, [str(arguments)], "the arguments of clip_grad_norm_")
-    of_param: dict[int, list[int]] = {}  # places of norms, by rank, which is the order of rows
-    for rank, (indices, (_, are_present)) in enumerate(zip(owned, everyone, strict=True)):
-        free = itertools.count(rank * values.shape[1])
-        for index, has in zip(indices, are_present, strict=False):  # there are slots for the most one owns
-            if has:
-                of_param.setdefault(index, []).append(next(free))
-    measured = [(params[index], places) for index, places in sorted(of_param.items())]
-    return _total(measured, values, order, None if _sends_beside(group, device) else device)
+    measured, places = slots.of_present(known[:, _HEADING_NBYTES:])
+    goes_to = None if _sends_beside(group, device) else device
+    return _total([params[index] for index in measured], places, values.flatten(), order, goes_to)
 
 
 def _total(
-    measured: Sequence[tuple[Tensor, list[int]]], values: Tensor, order: float, goes_to: torch.device | None
+    measured: Sequence[Tensor], places: Tensor, values: Tensor, order: float, goes_to: torch.device | None
 ) -> Tensor:
+    """Combine the norms of pieces by parameter, then those of parameters."""
     if not measured:
         return torch.tensor(0.0, device="cpu")
-    held = [p.grad.dtype if isinstance(p.grad, PartialGradient) else p.dtype for p, _ in measured]
+    held = {p.grad.dtype if isinstance(p.grad, PartialGradient) else p.dtype for p in measured}
     dtypes = [dtype.to_real() if dtype.is_complex else dtype for dtype in held]
-    places = torch.tensor([place for _, of_param in measured for place in of_param], device="cpu")
-    norms = values.flatten()[to_device(places, values.device) if goes_to is None else places]
-    if len(measured) < norms.numel():  # some are cut
-        parts = torch.split(norms, [len(of_param) for _, of_param in measured])
-        norms = torch.stack(
-            [
-                part[0] if len(part) == 1 else torch.linalg.vector_norm(part.to(dtype), order).to(part.dtype)
-                for part, dtype in zip(parts, dtypes, strict=True)
-            ]
-        )
+    if goes_to is None:
+        places = to_device(places, values.device)
+    if places.shape[1] == 1:  # none is cut
+        norms = values[places[:, 0]]
+    else:  # what fills a row adds nothing
+        filled = torch.nn.functional.pad(values, (0, 1), value=0.0 if order >= 0 else math.inf)
+        norms = torch.linalg.vector_norm(filled[places], order, dim=1)
     norms = norms.to(reduce(torch.promote_types, dtypes))
     total: Tensor = torch.linalg.vector_norm(norms if goes_to is None else to_device(norms, goes_to), order)
     return total
@@ -182,8 +211,8 @@ def _exchanged(
     norms: Tensor | None,
     num_slots: int,
     device: torch.device,
-) -> tuple[list[tuple[bytes, bytes]], Tensor]:
-    """Gather all ranks' headings, bytes and norms: float64, (ranks, ``num_slots``), from the first slot."""
+) -> tuple[NDArray[np.uint8], Tensor]:
+    """Gather all ranks' heading and bytes, and norms, float64; a row for each rank."""
     start = _HEADING_NBYTES + num_slots
     known = heading.ljust(_HEADING_NBYTES, b"\0") + bytes(has_grad).ljust(num_slots, b"\0")
     place = device if _sends_beside(group, device) else group.device
@@ -191,14 +220,13 @@ def _exchanged(
     if norms is not None:
         mine[: norms.numel()] = brought_to(norms, place)
     if _sends_beside(group, device):
-        payloads = group.all_gather_fixed(known)
+        octets = b"".join(group.all_gather_fixed(known))
         values = group.all_gather_rows(mine.view(torch.uint8)).view(torch.float64)
     else:
         parts = [to_device(bytes_to_tensor(known), group.device), mine.view(torch.uint8)]
         rows = group.read(HostCopy(group.all_gather_rows(torch.cat(parts))))
-        payloads = [tensor_to_bytes(row) for row in rows[:, :start]]
-        values = rows[:, start:].clone().view(torch.float64)
-    return [(payload[:_HEADING_NBYTES], payload[_HEADING_NBYTES:]) for payload in payloads], values
+        octets, values = tensor_to_bytes(rows[:, :start]), rows[:, start:].clone().view(torch.float64)
+    return np.frombuffer(octets, dtype=np.uint8).reshape(-1, start), values
 
 
 def _sends_beside(group: RankGroup, device: torch.device) -> bool:

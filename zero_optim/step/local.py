@@ -43,13 +43,10 @@ class LocalOptimizer:
             numbers = [number for number, each in enumerate(specs) if each is spec]
             members = [_over_leaves(groups[number], self._leaf_of) for number in numbers]
             if numbers:
-                self._build(spec, numbers, members)
+                self._built.append(BuiltOptimizer(spec, numbers, members, is_tried=self._is_tried))
         self._check_saves()
         for public, local in zip(groups, self._groups(), strict=True):
             _fill_in(public, local)
-
-    def _build(self, spec: OptimizerSpec, numbers: list[int], groups: list[ParamGroup]) -> None:
-        self._built.append(BuiltOptimizer(spec, numbers, groups, is_tried=self._is_tried))
 
     def again(self, groups: list[ParamGroup], owned: Mapping[Tensor, Tensor]) -> "LocalOptimizer":
         """Build the same classes over other leaves from the original options; ``groups`` stay unchanged.
@@ -168,9 +165,9 @@ class LocalOptimizer:
             built.check_cuts(groups, cut_rows, pieces)
 
     def step(
-        self, groups: list[ParamGroup], closure: Closure, chosen: set[int] | None, /, **kwargs: object
+        self, groups: list[ParamGroup], closure: Closure, chosen: set[Tensor] | None, /, **kwargs: object
     ) -> float | None:
-        """Step all leaves, or those with the chosen ids; returns the class's result."""
+        """Step all leaves, or the chosen ones; returns the class's result."""
         steps = [partial(built.step, chosen) for built in self._built]
         arguments = () if closure is None else (closure,)
         stepped: float | None = self.call(groups, steps, *arguments, **kwargs)
@@ -217,8 +214,7 @@ class LocalOptimizer:
             if before[number]:
                 now = changeable(local)
                 changed += [key for key, was in before[number].items() if not are_close(was, now.get(key))]
-            for key in changed:
-                self._written.add((number, str(key)))
+            self._written.update([(number, str(key)) for key in changed])
 
     def origins(self, options: Sequence[Mapping[str, Plain]]) -> tuple[list[OptionKey], set[OptionKey]]:
         """Return the options not set by the user that have the class's default, and those a class changed."""
@@ -260,7 +256,7 @@ class LocalOptimizer:
         self._leaf_of.update(owned)
         part = _over_leaves(group, self._leaf_of)
         if spec is not self.default or shared is None:
-            self._build(spec, [number], [part])
+            self._built.append(BuiltOptimizer(spec, [number], [part], is_tried=self._is_tried))
         else:
             shared.add_group(number, part)
         if self._steps_parts:

@@ -60,9 +60,12 @@ class OwnedState:
         """Whether the class's step may call a closure; several classes share the gradients of one call."""
         return self.leaves.takes_closures and len(self.local.states) == 1
 
-    def take_over_state(self, state: object) -> bool:
-        """Adopt the mapping that replaces ``state``, or raise; return whether to `show` again."""
-        states, shown = self.local.states, self.shown
+    def take_over_state(self, state: object, states: Sequence[dict[Any, Any]]) -> bool:
+        """Adopt the mapping that replaces ``state``, or raise; return whether to `show` again.
+
+        ``states``: those of the local optimizers.
+        """
+        shown = self.shown
         if state is shown:
             return not (shown.shows(states) if isinstance(shown, OwnedStateView) else shown is states[0])
         if isinstance(state, OwnedStateView) and state.shows(states):
@@ -90,13 +93,16 @@ class OwnedState:
         """Step everything, or owned parameters that have one of the gradients; returns the class's result."""
         chosen = None
         if gradients is not None:
-            chosen = {id(self.leaves.leaf(param)) for param, grad in gradients.items() if grad is not None}
+            gradients = {param: grad for param, grad in gradients.items() if param in self.leaves.owned}
+            if not gradients:
+                return None
+            chosen = {self.leaves.leaf(param) for param, grad in gradients.items() if grad is not None}
         return self.run(partial(self.local.step, groups, closure, chosen, **kwargs), gradients)
 
     @torch.no_grad()
     def _own(self, gradients: Gradients) -> dict[Tensor, Tensor]:
-        known = {param: grad for param, grad in gradients.items() if param in self.leaves.owned}
-        own = {param: self.leaves.own_rows(param, grad) for param, grad in known.items() if grad is not None}
+        pairs = gradients.items()
+        own = {param: self.leaves.own_rows(param, grad) for param, grad in pairs if grad is not None}
         return own if self.local.spares_gradients else {param: rows.clone() for param, rows in own.items()}
 
     def add_group(self, group: ParamGroup, spec: OptimizerSpec, owned: Mapping[Tensor, Piece]) -> None:
