@@ -122,6 +122,22 @@ def fully_sharded(used: list[Record]) -> Rows:
         yield [mode, *ratios, *memory_of]
 
 
+def fsdp2_owners(used: list[Record]) -> Rows:
+    """`optimizer.step()` on DTensors of FSDP2, divided by the faster of what others do.
+
+    They are: each rank gathers and steps all matrices, and PyTorch's class on the DTensors.
+    """
+    runs: dict[str, list[Record]] = {}
+    for run in newest("fsdp2_owners", used):
+        runs.setdefault(run["workload"], []).append(run["median_ms"])
+    yield ["workload", "all gather, ms: W=2", "W=4", "DTensors, ms: W=2", "W=4", "ours / faster: W=2", "W=4"]
+    for workload, pair in runs.items():
+        columns = ("all gather", "DTensors")
+        times = [f"{ms[each]:.3g}" if each in ms else "" for each in columns for ms in pair]
+        ratios = [f"{ms['owners'] / min(ms[each] for each in columns if each in ms):.2f}" for ms in pair]
+        yield [workload, *times, *ratios]
+
+
 def memory(used: list[Record]) -> Rows:
     """MiB on the rank that needs most, for gradients at the peak: AdamW on the GPT."""
     results = newest("memory", used)
@@ -231,7 +247,19 @@ def page() -> str:
     """Return the page that belongs to the records."""
     has = records_of("step")[-1]["machine"]
     machine = f"{has['cores']} CPU cores ({has['architecture']}, {has['system']}), Python {has['python']}"
-    tables = [step, reducer, overlap, fully_sharded, memory, muon, consolidate, checkpoint, partition, scale]
+    tables = [
+        step,
+        reducer,
+        overlap,
+        fully_sharded,
+        fsdp2_owners,
+        memory,
+        muon,
+        consolidate,
+        checkpoint,
+        partition,
+        scale,
+    ]
     parts = [HEAD.format(machine=f"{machine}, PyTorch {has['torch']}"), *map(section, tables)]
     return "\n".join(parts)
 

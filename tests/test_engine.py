@@ -13,12 +13,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel, unsharded
-from zero_optim.flow.schedule import LAZY, OVERLAP, ZERO1, ZERO2, ZERO3, Moment, Operation, Schedule
+from zero_optim.flow.schedule import (
+    HELD_ROWS,
+    HELD_WHOLE,
+    LAZY,
+    OVERLAP,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    Moment,
+    Operation,
+    Schedule,
+)
 from zero_optim.hooks import zero_step
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.gathers import start_gather
@@ -144,6 +156,23 @@ def test_each_entry_of_a_row_is_run_from_the_row_and_nothing_else_moves_buckets(
     _, seen = trained(wrap, **options)
     assert not seen.beside, seen.beside
     assert seen.entries == expected
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("schedule", "optimizer_class"),
+    [(HELD_ROWS, torch.optim.AdamW), (HELD_WHOLE, torch.optim.Adafactor)],
+    ids=["FSDP2, rows", "FSDP2, whole"],
+)
+def test_each_entry_of_a_row_of_fsdp2_is_run_from_the_row(schedule: Schedule, optimizer_class: Any) -> None:
+    model, seen = fully_shard(new_model()), Seen()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class)
+    for _ in range(2):
+        with watching(seen):
+            model(torch.ones(3, 16)).square().mean().backward()
+            optimizer.step()
+    assert not seen.beside, seen.beside
+    assert seen.entries == entries_of(schedule)
 
 
 @on_ranks(2)

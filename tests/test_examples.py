@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import muon
+import muon_fsdp2
 import pytest
 import torch
 import train_gpt
@@ -54,6 +55,21 @@ def test_muon_and_adamw_train_in_one_optimizer(pool: Pool) -> None:
     first, second = pool.run(2, muon.train, 20, torch.device("cpu"))
     assert first == second
     assert first[-1] < 0.95 * first[0]
+
+
+def sorted_by_fsdp2(folder: Path, steps: int) -> list[float]:
+    return muon_fsdp2.train(steps, torch.device("cpu"), folder / "saved")
+
+
+@needs_muon
+@pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
+@pytest.mark.filterwarnings("ignore", "error:::zero_optim")
+def test_muon_trains_a_model_of_fsdp2_and_goes_on_from_its_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(2, sorted_by_fsdp2, tmp_path, 15)
+    assert first == second
+    assert first[-1] < 0.95 * first[0]
+    (again, *_) = pool.run(3, sorted_by_fsdp2, tmp_path, 2)
+    assert again[0] < 0.95 * first[0]
 
 
 def started(command: list[str], folder: Path) -> str:

@@ -1,13 +1,17 @@
 """What an optimizer holds on each rank: as data, and as a table. ``optimizer.explain()`` makes it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
+from torch import Tensor
+
+from zero_optim.flow.schedule import Moment, Operation, Placement
 from zero_optim.plan.cuts import MIN_ROW_NBYTES, TOLERANCE, row_nbytes
 from zero_optim.plan.groups import param_names
 from zero_optim.plan.pieces import numel_of
 from zero_optim.probe.traits import Traits
+from zero_optim.shard.bucket import Bucket
 from zero_optim.state.core import Core
 from zero_optim.state.options import KEPT_WHOLE
 
@@ -34,7 +38,7 @@ class Explanation:
     buckets: tuple[str, ...]  # a line for each, in the order of gathers
     traits: tuple[str, ...]  # of each optimizer class: what it tolerates, as trials show
     cuts: tuple[str, ...]  # a line for each cut parameter, and for each uneven bucket the reason
-    collectives_per_step: int  # that gather rows in a step; none in a group of one
+    collectives_per_step: int  # that move rows in a step; none in a group of one
     transport: str  # of CPU tensors: "memory", or "sockets" and why, see `share_host_memory`; else ""
 
     @property
@@ -104,6 +108,9 @@ def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
     nbytes = sum(bucket.nbytes for bucket in core.engine.buckets)
     for bucket, moves in zip(core.engine.buckets, core.engine.active(), strict=True):
         (param, *_), layout, active = bucket.params, bucket.layout, moves or core.owned.local.moves_frozen
+        if bucket.schedule.parameters is Placement.HELD:
+            yield _held_text(bucket, reasons), "", 2 * (Operation.REDUCE in bucket.schedule[Moment.STEP])
+            continue
         rows = {row.owner: row.stop - row.start for row in layout.rows if row.stop > row.start}
         most = core.group.transport(param.device).row_nbytes
         num_owners = -(-layout.numel * param.itemsize // row_nbytes(nbytes, core.group.size, most))
@@ -118,6 +125,17 @@ def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
             uneven = f"not cut: {text}; the fullest rank sends {fullest / mean:.1f} x the mean ({why})"
         sent = len(rows) if bucket.slices is None else 2 - bucket.slices.is_even
         yield f"bucket: {text}{'' if active else ', frozen'}", uneven, sent * active
+
+
+def _held_text(bucket: Bucket, reasons: Mapping[Tensor, str]) -> str:
+    moves = Operation.REDUCE in bucket.schedule[Moment.STEP]
+    where = (
+        f"whole on owners {[row.owner for row in bucket.layout.rows]}" if moves else "where their rows lie"
+    )
+    size = sum(param.numel() * param.itemsize for param in bucket.params) / _MIB
+    why = "; ".join(dict.fromkeys(reasons[each] for each in bucket.params if each in reasons))
+    kind = str(bucket.dtype).removeprefix("torch.")
+    return f"DTensors: {len(bucket.params)} {kind}, {size:.2f} MiB, stepped {where}{f' ({why})' * bool(why)}"
 
 
 def _traits_text(name: str, traits: Traits | None) -> str:

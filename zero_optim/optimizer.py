@@ -17,6 +17,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import PHASES
 from zero_optim.compat import private
 from zero_optim.compat.autograd import register_with_pytorch
+from zero_optim.dtensor.placement import group_in
 from zero_optim.explain import Explanation, explain, summary
 from zero_optim.health.watchdog import OnStall, learn_addresses, patient, unwatch, watch
 from zero_optim.iteration import Iteration
@@ -64,10 +65,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     Args:
         params: as for ``torch.optim``, dense; the same on every rank, in order. Ranks compare names, or
-            the values of nameless parameters that look alike.
+            the values of nameless parameters that look alike. DTensors, as of FSDP2, stay where they are.
         optimizer_class: the class, or a callable that builds one from groups. Ranks compare its code and
             arguments, so it must find out what differs between ranks when it is called.
-        process_group: ranks to shard over; None for the default group, or that of the fully sharded model.
+        process_group: ranks to shard over; None for the default group, or that of the fully sharded model,
+            or of the mesh of DTensors.
         parameters_as_bucket_view: move parameters into flat tensors, where gathers write in place. False
             copies at each step, as for shared memory and devices without DLPack.
         overlap_with_ddp: a comm hook (``hook_with_zero_step``, ``zero_step`` of `zero_optim.hooks`) steps
@@ -148,7 +150,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         )
         params = as_lists(params)
         if process_group is None:
-            process_group = registration_in(params).process_group
+            process_group = registration_in(params).process_group or group_in(params)
         group = patient(take_group(process_group, params), timeout)
         watch(self, group, on_stall)
         with group.doing(f"{type(self).__name__}()"):
@@ -241,8 +243,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 equal on all ranks.
         """
         if views.is_no_step(self.core):
-            self.core.refuse_empty_state()
-            return None
+            if not self.core.begins_state():
+                return None
+            with self.core.group.doing("step()"), self.core.values_kept():
+                return self.iteration.step(self, None, {})
         with self.core.group.doing("step()"):
             return self.iteration.step(self, closure, kwargs)
 
@@ -345,7 +349,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Return the whole state in ``torch.optim`` format, with the current options. No communication.
 
         The plain optimizer loads it, and this one on any number of ranks. After a step only targets of
-        `consolidate_state_dict` have it, until the next step; else NotConsolidatedError.
+        `consolidate_state_dict` have it, until the next step; else NotConsolidatedError. With parameters of
+        FSDP2 all ranks call and communicate, and get DTensors: Note [Which entries are DTensors] in
+        `zero_optim.state.held`.
         """
         own = self.state
         # torch's own method packs the indices and runs the hooks. During the call it sees the whole state.

@@ -134,10 +134,22 @@ class Ours3(Ours):
             return super().weights()
 
 
+class OursOnFSDP2(FSDP2):
+    """Ours on parameters that FSDP2 shards."""
+
+    title = "zero_optim on FSDP2"
+    package = "zero_optim"
+
+    def build(self, optimizer_class: Callable[..., Any]) -> None:
+        self.wrap()
+        self.optimizer = ZeroRedundancyOptimizer(self.groups(), optimizer_class, **self.trial.options)
+
+
 SYSTEMS: dict[str, type[System]] = {
     "ddp": System,
     "zero": TorchZeRO,
     "fsdp2": FSDP2,
+    "ours-fsdp2": OursOnFSDP2,
     "oss": FairScaleOSS,
     "sharded-ddp": FairScaleSharded,
     "deepspeed1": DeepSpeed,

@@ -46,7 +46,8 @@ def choose_units(model: nn.Module, units: Units) -> UnitChoice:
     elif isinstance(units, nn.ModuleDict):
         unit_modules = set(units.values())
     elif isinstance(units, Iterable):  # ModuleList and Sequential too
-        unit_modules = _listed([units] if isinstance(units, str) else units, name_of)
+        given: object = units  # a text is an iterable too
+        unit_modules = _listed([given] if isinstance(given, str) else units, name_of)
     elif isinstance(units, nn.Module):
         raise TypeError(f"expected units to be modules, got one, {type(units).__name__}: put it in a list")
     else:

@@ -20,6 +20,7 @@ from zero_optim.plan.groups import options_of
 from zero_optim.plan.partition import assign_owners
 from zero_optim.plan.pieces import Piece, Pieces, is_whole, num_rows, piece_of, whole_piece
 from zero_optim.plan.strides import dense_strides, kept_dtype, strides_of_rows
+from zero_optim.shard.row_bucket import KeptRows
 from zero_optim.state.moving import CutState
 
 MODEL, OPTIMIZER, STATE, EVERYWHERE, RANDOM, EXTRA = (
@@ -99,10 +100,14 @@ class Place(NamedTuple):
 def places_of(tensors: Mapping[str, Tensor], objects: Objects, group: RankGroup) -> list[Place]:
     """Choose which rank writes or reads which rows of each tensor of a model; equal on every rank."""
     params = objects.optimizer.pieces() if objects.optimizer is not None else {}
+    held = {each.stands_in.data_ptr(): each for each in objects.held.values() if each.stands_in.numel()}
     of_memory = {param.data_ptr(): (param, pieces) for param, pieces in params.items() if param.numel()}
+    of_memory.pop(0, None)  # of DTensors
     chosen: dict[str, Pieces] = {}
     loads = [0.0] * group.size
     for key, tensor in tensors.items():
+        if tensor.data_ptr() in held:
+            chosen[key] = held[tensor.data_ptr()].pieces
         if tensor.data_ptr() not in of_memory:
             continue
         param, pieces = of_memory[tensor.data_ptr()]
@@ -118,6 +123,9 @@ def places_of(tensors: Mapping[str, Tensor], objects: Objects, group: RankGroup)
     with objects.left_freed() as freed:
         for key, tensor in tensors.items():
             pieces, unit = chosen.get(key) or others[key], freed.get(tensor.data_ptr())
+            if tensor.data_ptr() in held:
+                strides = torch.empty(tensor.shape, device="meta").stride()
+                unit = KeptRows(strides, held[tensor.data_ptr()].rows)
             own, rows, memory = piece_of(pieces, group.rank), None, None
             if own is not None:
                 rows = None if is_whole(own, tensor.shape) else (own.start, own.stop)

@@ -1,11 +1,12 @@
 """What is saved or loaded, by which ranks, under which names; and how a load is undone."""
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -16,9 +17,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from zero_optim.comm.backends import devices_of
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh
+from zero_optim.dtensor.placement import chunks_of, is_dtensor, local_rows
 from zero_optim.health.watchdog import patient, watching
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.shard.places import is_freed
+from zero_optim.plan.pieces import Pieces
+from zero_optim.shard.places import is_freed, shown_when_freed
 from zero_optim.shard.row_bucket import KeptRows, left_freed
 
 
@@ -68,6 +71,14 @@ def check_group(process_group: object) -> None:
         )
 
 
+class HeldRows(NamedTuple):
+    """A DTensor of a model: a tensor of its shape without memory, this rank's rows, and those of each."""
+
+    stands_in: Tensor
+    rows: Tensor
+    pieces: Pieces
+
+
 @dataclass(frozen=True, slots=True)
 class Objects:
     """The objects to save or to load; None for those that are not. The model may have wrappers."""
@@ -76,6 +87,7 @@ class Objects:
     optimizer: ZeroRedundancyOptimizer | None = None
     scheduler: Any = None
     scaler: Any = None
+    held: dict[str, HeldRows] = field(init=False, default_factory=dict)  # DTensors of the model, by name
 
     def __post_init__(self) -> None:
         """Check the types, and that the optimizer knows what is sharded."""
@@ -91,6 +103,7 @@ class Objects:
                 raise TypeError(
                     f"expected {name} to have state_dict() and load_state_dict(), got {type(value).__name__}"
                 )
+        self._find_held()
         known = self.optimizer.pieces() if self.optimizer is not None else {}
         for name, param in self.model.named_parameters() if self.model is not None else ():
             if is_freed(param) and param not in known:
@@ -103,6 +116,28 @@ class Objects:
             for bucket in self.optimizer.core.engine.row_buckets:
                 bucket.refresh()
 
+    def _find_held(self) -> None:
+        """Look for DTensors of the model; ValueError if they are not cut by rows over all ranks."""
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # loading it takes a second
+        for module in () if self.model is None or fsdp is None else self.model.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()  # or parameters are others
+        first: dict[Tensor, HeldRows] = {}
+        named = [] if self.model is None else unwrapped(self.model).named_parameters(remove_duplicate=False)
+        for name, param in named:
+            if not is_dtensor(param):
+                continue
+            mesh, _, dim, rows = chunks_of(param, name)
+            if dim != 0 or mesh.ndim > 1:
+                raise ValueError(
+                    f"{name} has placements {param.placements} on {mesh}: zero_optim.checkpoint takes rows "
+                    "on a mesh of one dimension; use torch.distributed.checkpoint, as docs/fsdp2.md shows"
+                )
+            if param not in first:
+                stands_in = shown_when_freed(param.shape, param.dtype, param.device)
+                first[param] = HeldRows(stands_in, local_rows(param), rows)
+            self.held[name] = first[param]
+
     @contextmanager
     def left_freed(self) -> Iterator[dict[int, KeptRows]]:
         """Use state dicts of the model without communication; yields the rows of freed ones by address."""
@@ -111,9 +146,13 @@ class Objects:
             yield {param.data_ptr(): rows for param, rows in rows_of.items() if param.numel()}
 
     def model_state(self) -> dict[str, Any]:
-        """Take the state dict of the model without wrappers; see `left_freed`. Empty without a model."""
+        """Take the state dict of the model without wrappers; see `left_freed`. Empty without a model.
+
+        Of DTensors it has what stands for them, see `HeldRows`.
+        """
         with self.left_freed():
-            return {} if self.model is None else unwrapped(self.model).state_dict()
+            state = {} if self.model is None else unwrapped(self.model).state_dict()
+        return {name: self.held[name].stands_in if name in self.held else state[name] for name in state}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Load entries of the model's state dict that are no tensors."""

@@ -38,6 +38,7 @@ class Placement(Enum):
 
     WHOLE = "whole on every rank"
     ROW = "own row"
+    HELD = "rows, kept by somebody else"
 
 
 _USES = Moment.BEFORE_FORWARD, Moment.BEFORE_BACKWARD
@@ -56,6 +57,14 @@ class Schedule:
         for operations in self.moments.values():
             if list(operations) != [each for each in Operation if each in operations]:
                 raise ValueError(f"expected operations in the order of Operation, got {operations}: {self}")
+        if self.parameters is Placement.HELD:
+            moves = set(self[Moment.STEP]) - {Operation.STEP}
+            back = {Operation.REDUCE, Operation.GATHER, Operation.WAIT}
+            if Operation.STEP not in self[Moment.STEP] or moves not in (set(), back) or len(self.moments) > 1:
+                raise ValueError(
+                    f"expected a step of held rows, and a move to owners and back, or none: {self}"
+                )
+            return
         if Operation.REDUCE not in self[Moment.BUCKET_FULL] or Operation.STEP not in self[Moment.STEP]:
             raise ValueError(f"expected full buckets to be reduced, and stepped in step() at last: {self}")
         is_whole = self.parameters is Placement.WHOLE
@@ -127,6 +136,20 @@ ZERO3 = Schedule(
     parameters=Placement.ROW,
     gradients=Placement.ROW,
 )
+HELD_ROWS = Schedule({Moment.STEP: (Operation.STEP,)}, Placement.HELD, Placement.HELD)
+HELD_WHOLE = Schedule(
+    {Moment.STEP: (Operation.REDUCE, Operation.STEP, Operation.GATHER, Operation.WAIT)},
+    Placement.HELD,
+    Placement.HELD,
+)
 RECIPES = MappingProxyType(
-    {"ZeRO-1": ZERO1, "gather_lazily": LAZY, "zero_step": OVERLAP, "ZeRO-2": ZERO2, "ZeRO-3": ZERO3}
+    {
+        "ZeRO-1": ZERO1,
+        "gather_lazily": LAZY,
+        "zero_step": OVERLAP,
+        "ZeRO-2": ZERO2,
+        "ZeRO-3": ZERO3,
+        "FSDP2, rows": HELD_ROWS,
+        "FSDP2, whole": HELD_WHOLE,
+    }
 )

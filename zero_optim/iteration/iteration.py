@@ -23,6 +23,7 @@ from zero_optim.state.core import Core
 from zero_optim.step.amp import Scaling, drop_scale
 from zero_optim.step.clip import ClipArguments, NormSlots, clip_together
 from zero_optim.step.join import Status, exchange, ranks_that
+from zero_optim.step.owned import Gradients
 
 T = TypeVar("T")
 
@@ -70,15 +71,22 @@ class Iteration:
         if shared is None and not in_join:
             core.sample_gradients()
         work = partial(core.owned.step, core.groups, shared, None, **kwargs)
-        result = self._change("step()", work, None if shared is None else shared.finish)
+        some = partial(core.owned.step, core.groups, None, **kwargs) if core.inputs.held else None
+        result = self._change("step()", work, None if shared is None else shared.finish, some)
         if in_join:
             self.joins.end_step()
         return result
 
-    def _change(self, name: str, work: Callable[[], T], after_work: Callable[[], None] | None = None) -> T:
+    def _change(
+        self,
+        name: str,
+        work: Callable[[], T],
+        after_work: Callable[[], None] | None = None,
+        work_on: Callable[[Gradients], T] | None = None,
+    ) -> T:
         """Change this rank's parameters in ``work``, then gather; ``after_work`` also after an error."""
         engine = self._core.engine
-        task = StepTask(self._core, name, work, after_work)
+        task = StepTask(self._core, name, work, after_work, work_on)
         try:
             engine.on(Moment.STEP, engine.buckets, task)
         except BaseException as error:
@@ -91,7 +99,7 @@ class Iteration:
     ) -> tuple[float | None, SharedCall | None, Exception | None]:
         """Return the loss, the closure if the class's own step evaluates it, its error inside ``Join``."""
         core, in_join = self._core, self.joins.under_way
-        is_ready = self._overlap is not None or in_join or bool(core.sharding.cut_params)
+        is_ready = self._overlap is not None or in_join or bool(core.sharding.cut_params or core.inputs.held)
         if not is_ready and core.owned.takes_closures:
             return None, SharedCall(core.group, closure, partial(core.compare_unreduced, in_join=False)), None
         try:
@@ -178,7 +186,7 @@ class Iteration:
     def detach(self, *, wait: bool) -> None:
         """Release the process group, as `ZeroRedundancyOptimizer.detach`."""
         core = self._core
-        if core.inputs.store.params:
+        if core.inputs.store.params or core.inputs.held:
             raise RuntimeError(
                 "the optimizer of a fully sharded model cannot be detached: each rank holds a part of the "
                 "parameters. Save a checkpoint, build model and optimizer anew, and load it"
@@ -252,6 +260,8 @@ class Iteration:
                 group = core.group.during("clip")
                 self.joins.lend(group, exchange(group, Status.CLIPS), arguments.to_send())
             params, pieces, _ = self.joins.lendable()
+            if core.inputs.held:
+                pieces = [core.holders.get(param, own) for param, own in zip(params, pieces, strict=True)]
             return clip_together(core.group, params, self._slots_of(pieces), arguments)
 
     def _slots_of(self, pieces: Sequence[Pieces]) -> NormSlots:
@@ -261,6 +271,11 @@ class Iteration:
 
     def join_hook(self) -> JoinHook:
         """Return the ``Join`` hook that shadows the active ranks' steps."""
+        if self._core.inputs.held:
+            raise ValueError(
+                "Join needs parameters that every rank has whole, and some are DTensors here: a rank without "
+                "inputs would not take part in FSDP2's collectives either"
+            )
         self.joins.join_hook()
         return ShadowHook(self.shadow)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import compress
 from typing import Generic, TypeVar
 
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.records import OVERLAPPED_STEP
+from zero_optim.dtensor.bucket import HeldBucket, check_heads, head_of
+from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import Moment, Operation
 from zero_optim.shard.bucket import Bucket
@@ -16,8 +19,10 @@ from zero_optim.shard.engine import Gathering
 from zero_optim.shard.gathers import start_gather
 from zero_optim.shard.task import Task
 from zero_optim.state.core import Core
+from zero_optim.step.owned import Gradients
 
 T = TypeVar("T")
+_AT_ONCE = 2  # buckets that move to owners, or back
 
 
 class StepTask(Gathering, Generic[T]):
@@ -26,32 +31,112 @@ class StepTask(Gathering, Generic[T]):
     result: T
 
     def __init__(
-        self, core: Core, name: str, work: Callable[[], T], after_work: Callable[[], None] | None = None
+        self,
+        core: Core,
+        name: str,
+        work: Callable[[], T],
+        after_work: Callable[[], None] | None = None,
+        work_on: Callable[[Gradients], T] | None = None,  # some parameters alone
     ) -> None:
         super().__init__(core.engine)
         self._core, self._name = core, name
         self._work, self._after_work = work, after_work  # the latter also after an error
         self._changed: Sequence[Bucket] = ()
+        self._is_prepared = False
+        self._work_on = work_on
+        self._is_in_parts = work_on is not None and core.owned.local.can_step_parts
+        self._moved: list[HeldBucket] = []  # whose rows go to owners and back
+        self._head = b""
+
+    def _prepare(self) -> None:
+        """Check and take over what the user changed, once."""
+        if self._is_prepared:
+            return
+        self._is_prepared = True
+        try:
+            self._core.prepare()
+            self._core.check_gradients()
+            for bucket in self._core.held_buckets:
+                bucket.open()
+        except BaseException as error:  # noqa: BLE001 - raised when the others have heard of it
+            self.failure = error
+        if held := self._core.held_buckets:
+            self._head = head_of(held, self.failure)
+            self._changed = self._changing(self._core.engine.agree_on_active(self._core.groups))
+
+    def _changing(self, active: Sequence[bool]) -> Sequence[Bucket]:
+        buckets = self._core.engine.buckets
+        is_all = all(active) or self._core.owned.local.moves_frozen
+        return buckets if is_all else list(compress(buckets, active))
+
+    def reduce(self, bucket: HeldBucket) -> None:
+        """Start to bring what FSDP2 has reduced to owners, but not of buckets that never trained."""
+        self._prepare()
+        if bucket not in self._changed:
+            return
+        self._moved.append(bucket)
+        if not self._is_in_parts or len(self._moved) <= _AT_ONCE:
+            bucket.start_to_owners(self._head)
 
     def step(self, buckets: Sequence[Bucket]) -> None:
         """Prepare, change what this rank owns, and let the gathers tell how it went."""
-        core, engine = self._core, self._core.engine
+        core = self._core
+        self._prepare()
+        if self._moved:  # the head of each message tells all
+            heads = self._moved[0].take_arrived()
+            try:
+                check_heads(core.group, core.held_buckets, heads, self.failure)
+            except BaseException:
+                for bucket in self._moved:
+                    if bucket.is_coming:  # on every rank
+                        bucket.take_arrived()
+                raise
+        if self._is_in_parts and len(self._moved) > 1:
+            self._step_in_parts()
+            return
+        for bucket in self._moved[1:]:
+            bucket.take_arrived()
         try:
             try:
-                core.prepare()
-                core.check_gradients()
-                self.result = self._work()
+                if self.failure is None:
+                    self.result = self._work()
             finally:
                 if self._after_work is not None:
                     self._after_work()
         except BaseException as error:  # noqa: BLE001 - raised after the gather, for which others wait
             self.failure = error
+        self._tell()
+
+    def _step_in_parts(self) -> None:
+        """Step a bucket while the next one moves; all ranks start moves in one order, also after errors."""
+        core = self._core
+        moving = {param for bucket in self._moved for param in bucket.params}
+        grads = {param: core.owned.leaves.own_gradient(param) for param in core.own_params()}
+        rest = {param: grad for param, grad in grads.items() if param not in moving}
+        self.awaited = Flow(_AT_ONCE * max(bucket.nbytes_to_gather for bucket in self._moved))
+        for number, bucket in enumerate(self._moved):
+            if bucket.is_coming:
+                bucket.take_arrived()
+            try:
+                if self.failure is None:
+                    assert self._work_on is not None
+                    self.result = self._work_on({**bucket.gradients(), **rest})
+            except BaseException as error:  # noqa: BLE001 - raised after the gather, for which others wait
+                self.failure = error
+            rest = {}
+            if bucket is self._moved[-1]:
+                self._tell()
+            self.awaited.start(partial(self.gather, bucket), bucket.nbytes_to_gather)
+            for later in self._moved[number + _AT_ONCE :][:1]:
+                later.start_to_owners(self._head)
+
+    def _tell(self) -> None:
+        """Begin the stamps of this call, which the gathers of what changed send."""
+        core, engine = self._core, self._core.engine
         call = core.call(self._name, self.failure)
-        active = engine.begin_step(core.groups, call)
-        is_all = all(active) or core.owned.local.moves_frozen
-        self._changed = engine.buckets if is_all else list(compress(engine.buckets, active))
-        for bucket in buckets:
-            bucket.stepped(changed=is_all or bucket in self._changed)
+        self._changed = self._changing(engine.begin_step(core.groups, call))
+        for bucket in engine.buckets:
+            bucket.stepped(changed=self._changed is engine.buckets or bucket in self._changed)
         if self.failure is not None and not any(
             Operation.GATHER in bucket.schedule[Moment.STEP] for bucket in self._changed
         ):
@@ -61,10 +146,28 @@ class StepTask(Gathering, Generic[T]):
     def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
         """Leave out buckets that never trained; one must start to train on all ranks."""
         changed = self._changed
+        if held := set(self._core.held_buckets):
+            moved = [] if self.awaited is not None else self._moved  # else they are on their way
+            return super().to_gather([b for b in buckets if b in (moved if b in held else changed)])
         return super().to_gather(buckets if changed == buckets else [b for b in buckets if b in changed])
+
+    def gather(self, bucket: Bucket) -> Pending[None]:
+        """Start the gather of a bucket, or send rows back to those who keep them."""
+        if isinstance(bucket, HeldBucket):
+            header, self._tells = self._core.engine.header() if self._tells else None, False
+            return bucket.start_to_holders(header)
+        return super().gather(bucket)
+
+    def clean_up(self, error: BaseException, buckets: Sequence[Bucket]) -> None:
+        """Drop what came to owners."""
+        super().clean_up(error, buckets)
+        for bucket in self._core.held_buckets:
+            bucket.release()
 
     def end(self) -> None:
         """Raise what other ranks have failed with, or if options differ."""
+        for bucket in self._core.held_buckets:
+            bucket.release()
         core, engine = self._core, self._core.engine
         call = core.call(self._name, self.failure)
         engine.compare_calls(core.ranks, call, with_last=not engine.is_lazy)

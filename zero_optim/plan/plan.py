@@ -18,8 +18,8 @@ from torch import Tensor
 from zero_optim.plan.cuts import Planned, choose_rows
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.plan.layout import Layout
-from zero_optim.plan.partition import assign_buckets
-from zero_optim.plan.pieces import Pieces, owned_by_text
+from zero_optim.plan.partition import assign_buckets, assign_owners
+from zero_optim.plan.pieces import Pieces, owned_by_text, whole_piece
 from zero_optim.plan.strides import dense_strides, kept_dtype
 
 # The alignment of new CPU tensors: some kernels (MKL's matrix product) depend on it, so equal alignment gives
@@ -61,8 +61,9 @@ class Plan:
         return loads
 
     def __post_init__(self) -> None:
-        """Check that the buckets hold every parameter once."""
-        assert sorted(chain.from_iterable(b.params for b in self.buckets)) == list(range(len(self.pieces)))
+        """Check that the buckets hold no parameter twice; others keep those that are in none."""
+        members = list(chain.from_iterable(bucket.params for bucket in self.buckets))
+        assert len(set(members)) == len(members) <= len(self.pieces)
 
 
 def make_plan(
@@ -116,6 +117,46 @@ def make_plan(
         of_bucket = plan.layout.pieces([params[index].shape for index in plan.params])
         pieces.update(zip(plan.params, of_bucket, strict=True))
     return Plan(every_cost, tuple(pieces[index] for index in range(len(params))), tuple(plans))
+
+
+def make_plan_beside(
+    held: Sequence[Pieces | None],
+    groups: Sequence[Sequence[Tensor]],
+    costs: Sequence[Sequence[float]],
+    loads: Sequence[float],
+    cap_nbytes: int,
+    bears_cuts: Sequence[bool] | None,
+    row_nbytes: int,
+) -> Plan:
+    """Plan parameters of which others hold rows, beside plain ones, which stay whole.
+
+    ``held``: for each parameter the rows of each rank, or None. Those whose class bears it keep them; others
+    get an owner.
+    """
+    every_cost = tuple(chain.from_iterable(costs))
+    bears = [False] * len(held) if bears_cuts is None else bears_cuts
+    members = [range(*ends) for ends in pairwise(accumulate(map(len, groups), initial=0))]
+    outside = [[index for index in group if held[index] is None] for group in members]
+    places = list(chain.from_iterable(outside))
+    pieces = {index: rows for index, rows in enumerate(held) if rows is not None and bears[index]}
+    plan = Plan((), (), ())
+    if places:
+        params = list(chain.from_iterable(groups))
+        plain = [[params[index] for index in group] for group in outside]
+        spent = [[every_cost[index] for index in group] for group in outside]
+        plan = make_plan(plain, spent, loads, cap_nbytes, row_nbytes=row_nbytes)
+        pieces.update(zip(places, plan.pieces, strict=True))
+    num_ranks = len(loads)
+    loads = [load + more for load, more in zip(loads, plan.loads(num_ranks), strict=True)]
+    moved = [[index for index in group if index not in pieces] for group in members]
+    owners = assign_owners([[every_cost[index] for index in group] for group in moved], num_ranks, loads)
+    for index, owner in zip(chain.from_iterable(moved), chain.from_iterable(owners), strict=True):
+        shape = [param for group in groups for param in group][index].shape
+        pieces[index] = whole_piece(owner, shape)
+    buckets = tuple(
+        BucketPlan(tuple(places[index] for index in bucket.params), bucket.layout) for bucket in plan.buckets
+    )
+    return Plan(every_cost, tuple(pieces[index] for index in range(len(held))), buckets)
 
 
 def alignment_of(param: Tensor) -> int:

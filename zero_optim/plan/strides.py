@@ -61,8 +61,13 @@ def consecutive_views(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     return views
 
 
-def check_shardable(groups: Sequence[ParamGroup], apart: Collection[Tensor] = ()) -> None:
-    """Refuse parameters that cannot be in a bucket, except those of ``apart``: TypeError or ValueError."""
+def check_shardable(
+    groups: Sequence[ParamGroup], apart: Collection[Tensor] = (), held: Collection[Tensor] = ()
+) -> None:
+    """Refuse parameters that cannot be in a bucket: TypeError or ValueError.
+
+    ``apart``: those without memory now. ``held``: those of which somebody else keeps rows.
+    """
     params = params_of(groups)
     if any(map(is_lazy, params)):
         raise TypeError(
@@ -70,10 +75,10 @@ def check_shardable(groups: Sequence[ParamGroup], apart: Collection[Tensor] = ()
         )
     names = param_names(groups)
     for param, name in zip(params, names, strict=True):
-        if wraps_tensors(param):
+        if wraps_tensors(param) and param not in held:
             raise TypeError(
-                f"{name} is a {type(param).__name__}, which has no memory of its own (a DTensor is sharded "
-                "already): give plain tensors"
+                f"{name} is a {type(param).__name__}, which has no memory of its own: give plain tensors, or "
+                "DTensors of fully_shard"
             )
         if param.layout != torch.strided:
             raise ValueError(
@@ -82,7 +87,8 @@ def check_shardable(groups: Sequence[ParamGroup], apart: Collection[Tensor] = ()
             )
         if param.device.type == "meta":
             raise TypeError(f"expected a parameter with storage, got {name} on {param.device}")
-    _check_memory([(param, name) for param, name in zip(params, names, strict=True) if param not in apart])
+    named = zip(params, names, strict=True)
+    _check_memory([(param, name) for param, name in named if param not in apart and param not in held])
 
 
 def _check_memory(named: Sequence[tuple[Tensor, str]]) -> None:

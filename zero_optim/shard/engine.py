@@ -292,11 +292,13 @@ class Engine:
 
     def gather_all(self) -> None:
         """Gather all parameters outside units, frozen ones too, and wait; all ranks call."""
-        self.on(Moment.STEP, self.buckets, Gathering(self))
+        every = [bucket for bucket in self.buckets if bucket.schedule.parameters is not Placement.HELD]
+        self.on(Moment.STEP, every, Gathering(self))
         self.under_way.wait()
 
     def lanes_for(self, buckets: Sequence[Bucket]) -> Lease | None:
         """Return lanes for owners if they make a gather faster, or did for another; all ranks call."""
+        buckets = [bucket for bucket in buckets if bucket.schedule.parameters is not Placement.HELD]
         if self._lanes is None and self._without_lanes != buckets:
             group = self.group.during("gather")
             if gains_by_lanes(group, buckets):
@@ -322,13 +324,19 @@ class Engine:
 
         Communicates if it changed.
         """
+        active = self.agree_on_active(groups)
+        self.begin_call(groups, call)
+        return active
+
+    @eager
+    def agree_on_active(self, groups: Sequence[ParamGroup]) -> list[bool]:
+        """Return `active`, as `begin_step`."""
         active = self.active()
         if active != self._active:
             states = ["trainable" if param.requires_grad else "frozen" for param in params_of(groups)]
             items = [f"{name} {state}" for name, state in zip(param_names(groups), states, strict=True)]
             agree(self.group, items, "which parameters are frozen")
             self._active = active
-        self.begin_call(groups, call)
         return active
 
     @eager

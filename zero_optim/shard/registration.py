@@ -172,18 +172,19 @@ def is_registered(param: Tensor) -> bool:
 
 def registration_in(params: object) -> Registration:
     """Return the first registration in an optimizer's arguments, which may be invalid, or an empty one."""
-    registrations = (getattr(param, _NAME, None) for param in _tensors_in(params))
+    registrations = (getattr(param, _NAME, None) for param in tensors_in(params))
     return next(filter(None, registrations), None) or Registration()
 
 
-def _tensors_in(params: object) -> Iterator[Tensor]:
+def tensors_in(params: object) -> Iterator[Tensor]:
+    """Yield the tensors in an optimizer's arguments, which may be invalid."""
     if isinstance(params, Tensor):
         yield params
     elif isinstance(params, dict):
-        yield from _tensors_in(params.get("params"))
+        yield from tensors_in(params.get("params"))
     elif isinstance(params, list | tuple):
         for each in params:
-            yield from _tensors_in(each)
+            yield from tensors_in(each)
 
 
 def registration_of(params: Iterable[Tensor]) -> Registration:

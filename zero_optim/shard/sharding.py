@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -25,6 +25,7 @@ from zero_optim.plan.plan import (
     describe_owners,
     describe_params,
     make_plan,
+    make_plan_beside,
 )
 from zero_optim.plan.strides import check_shardable
 from zero_optim.probe.traits import ELSEWHERE
@@ -68,6 +69,7 @@ class Sharding:
         self.whole_because: dict[Tensor, str] = {}
         self.loads: list[float] = [0] * group.size
         self.cut_params: list[Tensor] = []  # the same on every rank
+        self.held: dict[Tensor, Pieces | None] = {}  # parameters of which others keep rows, if cut by rows
         self._num_buckets = 0
         self._group = group
         self.maker = BucketMaker(as_views, store)
@@ -89,7 +91,7 @@ class Sharding:
         new, store = groups[before:], self.maker.store
         reasons: Sequence[str | None] = []
         with agreeing(self._group, "the parameters and options of the optimizer", _HINTS) as agreed:
-            check_shardable(groups, set(filter(is_freed, store.params)))
+            check_shardable(groups, set(filter(is_freed, store.params)), self.held)
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
             every = params_of(new)
@@ -100,12 +102,17 @@ class Sharding:
 
             def planned(may_cut: Sequence[bool] | None) -> Plan:
                 known = self.loads, self.cap_nbytes, may_cut, numbers, used
-                return make_plan(by_group, spent, *known, row_nbytes)
+                if self.held.keys().isdisjoint(every):
+                    return make_plan(by_group, spent, *known, row_nbytes)
+                held = [self.held[p] or () if p in self.held else None for p in every]
+                rows = [of_param != () for of_param in held]
+                may = None if may_cut is None else [a and b for a, b in zip(may_cut, rows, strict=True)]
+                return make_plan_beside(held, by_group, spent, self.loads, self.cap_nbytes, may, row_nbytes)
 
             plan = planned(None if why_whole is None else [True] * len(every))
             if why_whole is not None and plan.is_cut:
                 reasons = why_whole(plan.pieces)
-            alike = Alike.among(new, store.params.keys())
+            alike = Alike.among(new, store.params.keys() | self.held.keys())
             # Owners come last: they differ if anything else does, and only the first difference is reported.
             items = [*describe_params(new), *describe_options(new), *about]
             items.append(f"buckets of {self.cap_nbytes} bytes, rows of {row_nbytes}")
@@ -154,6 +161,16 @@ class Sharding:
         """Return this rank's rows of a parameter, or None."""
         return piece_of(self.pieces[param], self._group.rank)
 
+    def hold(self, params: Iterable[Tensor], rows: Mapping[Tensor, Pieces]) -> None:
+        """Note parameters of which others keep rows, and these rows of those that are cut by rows."""
+        self.held.update(dict.fromkeys(params))
+        self.held.update(rows)
+
+    @property
+    def group(self) -> RankGroup:
+        """The ranks."""
+        return self._group
+
     def is_cut(self, param: Tensor) -> bool:
         """Whether several ranks own rows of a parameter."""
         return len(self.pieces[param]) > 1
@@ -172,6 +189,7 @@ class Sharding:
         self._num_buckets += len(plan.buckets)
         buckets = self.maker.make(self._group, params, plan, labels)
         self.cut_params += (param for bucket in buckets for param in bucket.params if self.is_cut(param))
+        self.cut_params += (param for param in params if param in self.held and self.is_cut(param))
         return buckets
 
     def check_owned(self, groups: Sequence[ParamGroup]) -> None:

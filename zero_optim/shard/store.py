@@ -76,7 +76,8 @@ class BucketMaker:
             self.make_rows(group, params, plan)
         assert self._prepared is not None
         rows, self._prepared = self._prepared, None
-        shared = shared_params(param for param in params if param not in self.store.params)
+        indices = [index for bucket in plan.buckets for index in bucket.params]
+        shared = shared_params(p for p in map(params.__getitem__, indices) if p not in self.store.params)
         buckets: list[Bucket] = []
         for planned, label in zip(plan.buckets, labels, strict=True):
             members = [params[index] for index in planned.params]

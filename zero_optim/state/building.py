@@ -9,8 +9,11 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import answering_together, failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.plan.groups import params_of, short_names
+from zero_optim.dtensor.bucket import HeldBucket, HeldLeaves, make_held_buckets
+from zero_optim.dtensor.placement import held_among, row_pieces
+from zero_optim.plan.groups import ParamGroup, params_of, short_names
 from zero_optim.plan.pieces import Piece
+from zero_optim.plan.plan import Plan
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.registration import registration_in, registration_of
@@ -37,16 +40,19 @@ def build(
     everyone = registration_in(params).everyone
     with failing_together(everyone):
         with failing_together(group):
-            group.check_serves(params)
             options.check_flags()
             options.check_arguments(default)
             groups = GroupReader(params).param_groups
             every = params_of(groups)
+            held = held_among(list(zip(short_names(groups), every, strict=True)), group)
+            group.check_serves([param for param in every if param not in held])
             registration = registration_of(every)
             if registration.params:
                 options.check_rows()
             registration.check(every, group)
-            inputs = PlanInputs(options, registration.store)
+            inputs = PlanInputs(options, registration.store, held)
+            if held:
+                options.check_held(read_by)
             sharding = new_sharding(inputs, group)
             leaves, average = new_leaves(inputs)
             own = GroupOptions.taken_from(groups, default, options)
@@ -65,12 +71,18 @@ def build(
         if registration.is_open:
             registration.fill(buckets)
             leaves.keep(buckets)
+        held_buckets = new_held_buckets(inputs, leaves.held, groups, plan, sharding)
+    for bucket in held_buckets:
+        bucket.fetch()
+    with failing_together(everyone):
         local_over = partial(own.local_over, groups)
         owned = new_owned(group, leaves, average, pieces, local_over)
     # Now that no leaf holds the memory that parameters leave.
     engine = Engine()
     engine.bind(group, options.own_options)
-    engine.add(sharding.add(every, plan, short_names(groups)))
+    engine.add([*sharding.add(every, plan, short_names(groups)), *held_buckets])
+    for bucket in held_buckets:
+        bucket.release()
     callback = registration.hand_over(buckets, group, every)
     core = Core(inputs, group, engine, sharding, owned, groups)
     core.show_state()
@@ -82,7 +94,18 @@ def build(
 def new_sharding(inputs: PlanInputs, group: RankGroup) -> Sharding:
     """Make the owners, still none."""
     of = inputs.options
-    return Sharding(group, of.parameters_as_bucket_view, of.bucket_cap_mb, store=inputs.store)
+    sharding = Sharding(group, of.parameters_as_bucket_view, of.bucket_cap_mb, store=inputs.store)
+    sharding.hold(inputs.held, row_pieces(inputs.held))
+    return sharding
+
+
+def new_held_buckets(
+    inputs: PlanInputs, leaves: HeldLeaves, groups: list[ParamGroup], plan: Plan, sharding: Sharding
+) -> list[HeldBucket]:
+    """Make the buckets of parameters of which others keep rows, as the last groups have."""
+    params = params_of(groups)
+    known = params, short_names(groups)[-len(params) :], plan.pieces, plan.costs, inputs.held
+    return make_held_buckets(*known, sharding.group, leaves, sharding.cap_nbytes)
 
 
 def new_leaves(inputs: PlanInputs) -> tuple[Leaves, WeightAverage]:
@@ -116,17 +139,29 @@ def add_group(core: Core, group: dict[str, Any]) -> None:
             GroupReader.behind(core.groups).add_param_group(group)
             new = core.groups[before:]
             (group,) = new
-            core.group.check_serves(group)
+            named = zip(short_names(core.groups)[-len(group["params"]) :], group["params"], strict=True)
+            held = held_among(list(named), core.group)
+            inputs.held.update(held)
+            sharding.hold(held, row_pieces(held))
+            core.group.check_serves([param for param in group["params"] if param not in held])
             own = GroupOptions.taken_from(new, owned.local.default, inputs.options)
             own.check_dtypes(new, owned.leaves.stepped_dtype)
             why_whole = partial(own.why_whole, owned.local.specs(), new, owned.leaves.cut_rows)
         about, why = own.describe(), why_whole if any(own.may_cut) else None
         plan = sharding.plan(core.groups, own.costs, before, about, why)
+        with failing_together(core.group):
+            buckets = new_held_buckets(inputs, owned.leaves.held, new, plan, sharding)
+        for bucket in buckets:
+            bucket.fetch()
         owned.add_group(group, own.specs[0].spec, sharding.owned(group["params"], plan))
+        for bucket in buckets:
+            bucket.release()
         inputs.note(new, own, plan.costs)
         names = short_names(core.groups)[-len(group["params"]) :]
-        core.engine.add(sharding.add(group["params"], plan, names))
+        core.engine.add([*sharding.add(group["params"], plan, names), *buckets])
     except Exception:
+        for param in [param for each in core.groups[before:] for param in each["params"]]:
+            inputs.held.pop(param, None)
         del core.groups[before:]
         raise
     core.show_state()

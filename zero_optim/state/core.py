@@ -6,16 +6,20 @@ Note [Whole state]
     whole to some ranks, valid until the next step, load or added group.
 """
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import inner_tensors
 from zero_optim.comm.mesh import RankMesh
+from zero_optim.dtensor.bucket import HeldBucket
+from zero_optim.dtensor.placement import local_rows
 from zero_optim.health.stamps import Call
 from zero_optim.plan.groups import (
     ParamGroup,
@@ -204,10 +208,25 @@ class Core:
                         "its own; or shard it, as the class that is given to ZeroRedundancyOptimizer"
                     )
 
-    def refuse_empty_state(self) -> None:
-        """Have ``state_dict()`` raise where it would give an empty state: Note [Steps that are none]."""
-        if self.snapshot.untouched and not self.owned.local.initial_state(self.groups):
+    def begins_state(self) -> bool:
+        """Whether all ranks are to step once so that there is state: Note [Steps that are none].
+
+        Else ``state_dict()`` raises where it would give an empty one, but not for DTensors.
+        """
+        is_new = self.snapshot.untouched and not self.owned.local.initial_state(self.groups)
+        if is_new and not self.inputs.held:
             self.snapshot.drop(is_new=True)
+        return is_new and bool(self.inputs.held)
+
+    @contextmanager
+    def values_kept(self) -> Iterator[None]:
+        """Put the parameters' present values back after the body."""
+        rows = list(map(local_rows, self.params))
+        values = [each.clone() for each in rows]
+        yield
+        with torch.no_grad():
+            for each, value in zip(rows, values, strict=True):
+                each.copy_(value)
 
     def with_options(self, saved: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:
         """Combine the groups' own parameters and names with saved options."""
@@ -235,6 +254,18 @@ class Core:
     def describe_options(self, groups: Sequence[ParamGroup] | None = None) -> list[str]:
         """Describe each group's options, or those of others, for ranks to compare."""
         return describe_options(self.owned.local.compared(self.groups if groups is None else groups))
+
+    @property
+    def held_buckets(self) -> list[HeldBucket]:
+        """The buckets of which somebody else keeps the rows."""
+        if not self.inputs.held:
+            return []
+        return [bucket for bucket in self.engine.buckets if isinstance(bucket, HeldBucket)]
+
+    @property
+    def holders(self) -> dict[Tensor, Pieces]:
+        """What each rank holds of DTensors, in chunks of the dimension that is cut."""
+        return {param: cut.pieces for param, cut in self.inputs.held.items()}
 
     def bucket_members(self) -> list[list[Tensor]]:
         """List the parameters of each bucket; equal on every rank."""
@@ -317,12 +348,16 @@ class Core:
     def remember(self) -> Callable[[], None]:
         """Copy this rank's state, options and parameters; return a function that restores them."""
         self.engine.under_way.wait()
-        put_back = self.owned.remember(self.own_params())
+        put_back = self.owned.remember([p for p in self.own_params() if p not in self.inputs.held])
+        rows = list(map(local_rows, self.inputs.held))
+        values = [each.clone() for each in rows]
         groups = [(group, dict(group), list(group["params"])) for group in self.groups]
         state, snapshot = self.state, copy(self.snapshot)
 
         def undo() -> None:
             put_back()
+            for each, value in zip(rows, values, strict=True):
+                each.copy_(value)
             for group, options, params in groups:
                 group.clear()
                 group.update(options, params=params)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_optim.comm.agreement import agree, agreeing, failing_together
+from zero_optim.comm.agreement import agree, agreeing, combine_answers, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import map_tensors
 from zero_optim.comm.wire import copied, copied_to_cpu
@@ -14,6 +14,7 @@ from zero_optim.plan.description import describe
 from zero_optim.plan.groups import param_names
 from zero_optim.plan.pieces import Piece, num_rows, piece_of, whole_piece
 from zero_optim.probe.saved import BESIDE
+from zero_optim.state import held
 from zero_optim.state.core import Core
 from zero_optim.state.moving import StateShard, move, sent_by
 from zero_optim.step.averages import EMA
@@ -21,8 +22,13 @@ from zero_optim.step.leaves import MASTER
 
 
 def whole_state(core: Core) -> dict[Any, Any]:
-    """Return the whole state by parameter; NotConsolidatedError if this rank lacks it. No communication."""
+    """Return the whole state by parameter; NotConsolidatedError if this rank lacks it.
+
+    Communicates only with DTensors, see `held`: then all ranks call.
+    """
     params = core.params
+    if core.inputs.held:
+        return held.whole_state(core)
     if core.snapshot.untouched:
         return core.owned.local.initial_state(core.groups)
     if core.ranks.size == 1 and core.snapshot.may_be_collected and not core.ranks.is_released:
@@ -42,13 +48,19 @@ def consolidate(core: Core, to: int | Sequence[int] | None) -> None:
     with group.doing("consolidate_state_dict()"):
         with agreeing(group, "the target of consolidate_state_dict") as agreed:
             core.owned.local.check_dicts()
-            held = core.held()
+            if core.inputs.held:
+                raise RuntimeError(
+                    "the state of a model that FSDP2 shards is not consolidated: call state_dict() on all "
+                    "ranks, which gives DTensors, or torch.distributed.checkpoint.state_dict."
+                    "get_optimizer_state_dict with full_state_dict=True"
+                )
+            part = core.held()
             sizes = [len(each["params"]) for each in core.groups]
             agreed.items += [f"to={describe(to)}", f"groups of {sizes} parameters"]
         targets = check_targets(to, group.size)
         wanted = [tuple(Piece(rank, 0, num_rows(param.shape)) for rank in targets) for param in core.params]
-        held = StateShard(held.state, {}, held.everywhere)
-        whole = move(group, core.row_map(core.piece_list(), wanted), held, copy_with=copied_to_cpu)
+        part = StateShard(part.state, {}, part.everywhere)
+        whole = move(group, core.row_map(core.piece_list(), wanted), part, copy_with=copied_to_cpu)
         if group.rank in targets:
             core.snapshot.hold({**whole.state, **whole.everywhere})
 
@@ -64,8 +76,9 @@ def load(
     agree(group, [f"src={describe(src)}"], "the source of load_state_dict")
     params, pieces = core.params, core.piece_list()
     source = group.rank if src is None else src
-    held = StateShard({})
+    given = StateShard({})
     beside: dict[str, Any] = {}
+    has_dtensors = False
     with failing_together(group):
         core.owned.local.check_dicts()
         _check_source(state_dict, src, group)
@@ -73,7 +86,14 @@ def load(
             state_dict = run_hooks(dict(state_dict))
             check_fits(core, state_dict)
             keys, state = _saved_keys(state_dict), state_dict["state"]
-            held = StateShard({index: state[key] for index, key in enumerate(keys) if key in state})
+            given = StateShard({index: state[key] for index, key in enumerate(keys) if key in state})
+            has_dtensors = held.holds_dtensors(given.state)
+            if has_dtensors and (src is not None or not core.inputs.held):
+                raise StateMismatchError(
+                    "the state dict has DTensors, and "
+                    + (f"src={src} sends whole tensors" if core.inputs.held else "no parameter is one")
+                    + ": get it with full_state_dict=True, see torch.distributed.checkpoint.state_dict"
+                )
             everywhere = {key: value for key, value in state.items() if key not in set(keys)}
             if core.owned.local.has_own_dict:
                 more = {key: state_dict[key] for key in state_dict if key not in ("state", "param_groups")}
@@ -86,15 +106,19 @@ def load(
     else:
         # On the CPU, as on the ranks that receive it: descriptions of options name devices.
         beside = map_tensors(sent_by(group, src, beside, "the state dict"), copied_to_cpu)
-    rows = core.row_map([whole_piece(source, param.shape) for param in params], pieces)
-    part = move(group, rows, held, copy_with=copied if src is None else copied_to_cpu, about="the state dict")
+    if core.inputs.held and combine_answers(group, [not has_dtensors]) == [False]:
+        owned = held.own_part(core, given.state)
+    else:
+        rows = core.row_map([whole_piece(source, param.shape) for param in params], pieces)
+        copy_with = copied if src is None else copied_to_cpu
+        part = move(group, rows, given, copy_with=copy_with, about="the state dict")
+        owned = {params[index]: entries for index, entries in part.state.items()}
     with failing_together(group):
         core.check_weights()
         groups = core.with_options(beside["options"])
         core.check_cuts(groups)
         described = core.describe_options(groups)
     agree(group, described, "the options of the state dict")
-    owned = {params[index]: entries for index, entries in part.state.items()}
     everywhere = map_tensors(beside["everywhere"], copied)
     core.take_over({**owned, **everywhere}, groups, exact=False)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_optim.comm.agreement import check_flags
+from zero_optim.dtensor.placement import Chunks
 from zero_optim.health.watchdog import check_patience
 from zero_optim.plan.costs import Cost, CostName, cost_named
 from zero_optim.plan.description import describe
@@ -78,6 +79,19 @@ class ShardingOptions:
                 "out"
             )
 
+    def check_held(self, read_by: torch.nn.Module | None) -> None:
+        """Refuse options for parameters that all ranks have whole, where others keep their rows."""
+        wrong = {
+            "overlap_with_ddp=True": self.overlap_with_ddp,
+            "gather_lazily": read_by is not None,
+            "ema_decay": self.ema_decay is not None,
+        }
+        for name in (name for name, is_given in wrong.items() if is_given):
+            raise ValueError(
+                f"{name} needs parameters that every rank has whole, and some are DTensors here: leave it out"
+                + ("; torch.optim.swa_utils.AveragedModel averages DTensors" if name == "ema_decay" else "")
+            )
+
     def describe(self) -> list[str]:
         """Describe the options for comparison by ranks; `Sharding` compares the capacity."""
         return [
@@ -94,6 +108,7 @@ class PlanInputs:
 
     options: ShardingOptions
     store: Store
+    held: dict[Tensor, Chunks] = field(default_factory=dict)  # DTensors, whose rows others keep
     costs: dict[Tensor, float] = field(default_factory=dict)
     kept_whole: set[Tensor] = field(default_factory=set)
 

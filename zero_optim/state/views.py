@@ -3,7 +3,8 @@
 Note [Steps that are none]
     `torch.distributed.checkpoint.state_dict` fills an empty ``state`` by a step with every rate and gradient
     zero. A rank that owns nothing would step alone, and wait for ever. Only the call stack tells this call
-    from a real one; it is looked at on ranks without state, once DCP is imported.
+    from a real one; it is looked at on ranks without state, once DCP is imported. With DTensors, where all
+    ranks call for a new optimizer, they do step, and the parameters' values are put back.
 """
 
 import inspect

@@ -27,6 +27,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import bytes_to_tensor, tensor_to_bytes
 from zero_optim.compat import private
 from zero_optim.compat.streams import HostCopy, brought_to, is_asynchronous, to_device
+from zero_optim.dtensor.placement import is_dtensor
 from zero_optim.plan.description import describe
 from zero_optim.plan.pieces import Pieces
 from zero_optim.step.partial import PartialGradient, is_on_host, rows_here
@@ -162,8 +163,8 @@ def _global_norm(
     """Return the norm of all gradients, 0-d in their dtype; ``rows`` are those here; all ranks call."""
     device = params[0].device
     grads = [  # those whose norm this rank takes
-        rows[index] if is_first or isinstance(params[index].grad, PartialGradient) else None
-        for index, is_first in slots.own
+        rows[index] if is_first or isinstance(grad, PartialGradient) or is_dtensor(grad) else None
+        for index, is_first, grad in ((each, first, params[each].grad) for each, first in slots.own)
     ]
     heading, norms, failure = b"\1", None, None
     try:

@@ -23,6 +23,7 @@ from torch.nn import Parameter
 
 from zero_optim.compat import private
 from zero_optim.compat.streams import is_asynchronous
+from zero_optim.dtensor.bucket import HeldLeaves
 from zero_optim.errors import StateMismatchError
 from zero_optim.plan.pieces import Piece, Pieces, is_whole
 from zero_optim.plan.strides import kept_dtype
@@ -40,7 +41,8 @@ class Leaves:
     """The leaf of each owned parameter: the parameter, a view of its owned rows, or a master copy.
 
     ``masters`` and ``separate``: parameter -> leaf other than itself, masters only or all. ``kept``:
-    parameter of ``apart`` -> owned rows outside of it, on the host with a ``home``.
+    parameter of ``apart`` -> owned rows outside of it, on the host with a ``home``. ``held``: those that
+    somebody else keeps.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Leaves:
         master_dtype: torch.dtype | None,
         apart: Collection[Tensor] = (),
         home: HostStorage | None = None,
+        held: HeldLeaves | None = None,
     ) -> None:
         if master_dtype is not None and not isinstance(master_dtype, torch.dtype):
             raise TypeError(f"expected master_dtype to be a torch.dtype or None, got {master_dtype!r}")
@@ -59,6 +62,7 @@ class Leaves:
         self.kept: dict[Tensor, Tensor] = {}
         self._apart = apart
         self._home = home
+        self.held = HeldLeaves() if held is None else held
         self._pieces: dict[Tensor, Piece | None] = {}  # None for whole parameters
         self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # what stand-ins are made of
 
@@ -125,6 +129,8 @@ class Leaves:
 
     def rows(self, param: Tensor) -> Tensor:
         """View the owned rows: the parameter itself unless cut or kept apart; autograd sees writes."""
+        if param in self.held:
+            return self.held.rows(param)
         if param in self.kept:
             if self._home is not None:
                 self._home.wait()
@@ -133,11 +139,13 @@ class Leaves:
 
     def own_rows(self, param: Tensor, tensor: Tensor) -> Tensor:
         """Return the owned rows of a tensor with the parameter's shape."""
-        piece = self._pieces[param]
+        piece = None if param in self.held else self._pieces[param]
         return tensor if piece is None else rows_of(tensor, piece)
 
     def own_gradient(self, param: Tensor) -> Tensor | None:
         """Return the owned rows of the gradient, on the device that steps them."""
+        if param in self.held:
+            return self.held.grads.get(param)
         grad, rows = param.grad, None
         if grad is not None:
             rows = grad.piece if isinstance(grad, PartialGradient) else self.own_rows(param, grad)
@@ -189,6 +197,8 @@ class Leaves:
         some = self.separate
         if gradients is not None:
             some = {param: some[param] for param in gradients if param in some}
+        if self.held.away:
+            some = {param: leaf for param, leaf in some.items() if not self.held.is_away(param)}
         try:
             for param in before:
                 param.grad = given[param]
@@ -243,7 +253,7 @@ class Leaves:
             saved = saved_masters.get(param)
             rows = self.rows(param).data
             master.data.copy_(rows if saved is None else saved)
-            if saved is not None:
+            if saved is not None and not self.held.is_away(param):  # else the model has its own values
                 rows.copy_(master)
         for param in saved_masters.keys() - self.masters.keys():
             self.rows(param).copy_(saved_masters[param])

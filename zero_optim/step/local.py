@@ -81,6 +81,11 @@ class LocalOptimizer:
             built.check_parts()
         self._steps_parts = True
 
+    @property
+    def can_step_parts(self) -> bool:
+        """Whether trials show that some parameters can be stepped at a time; equal on every rank."""
+        return all(built.traits is not None and built.traits.steppable_in_parts for built in self._built)
+
     def check_dicts(self) -> None:
         """Raise TypeError if a class's state cannot be saved and resumed, as that of many wrappers."""
         for built in self._built:

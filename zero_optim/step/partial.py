@@ -22,6 +22,7 @@ from torch import Tensor
 
 from zero_optim.compat import private
 from zero_optim.compat.streams import HostCopy, copy_to
+from zero_optim.dtensor.placement import is_dtensor, local_rows
 from zero_optim.plan.pieces import Pieces, owned_by_text
 
 Agree: TypeAlias = weakref.WeakMethod[Callable[[Tensor], None]]  # one for all gradients of a reducer
@@ -254,7 +255,7 @@ def rows_here(param: Tensor) -> Tensor | None:
     if type(grad) is OwnedGradient:
         with private.DisableTorchFunctionSubclass():  # one operator for a list takes ordinary tensors alone
             return grad if grad.is_sparse else grad.detach()
-    return grad
+    return local_rows(grad) if is_dtensor(grad) else grad
 
 
 def _agree(grads: Iterable[Tensor], found_inf: Tensor) -> None:

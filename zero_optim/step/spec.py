@@ -41,7 +41,8 @@ class OptimizerSpec:
 
     def describe(self) -> str:
         """Describe the class and its arguments, to compare ranks; TypeError if not callable."""
-        if not callable(self.optimizer_class) or isinstance(self.optimizer_class, Module):
+        given: object = self.optimizer_class
+        if not callable(given) or isinstance(given, Module):
             raise TypeError(
                 "expected optimizer_class to be a class such as torch.optim.AdamW, or a function that builds "
                 f"an optimizer from groups, got {_shown(self.optimizer_class)}"

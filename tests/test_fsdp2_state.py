@@ -1,0 +1,231 @@
+"""State of a model that FSDP2 shards: DTensors that DCP saves, reshards and loads, with equal bits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import CLASSES, Tower, built, pair, shard, train_beside, whole
+from pool import Ranks, on_ranks
+from zero_optim import StateMismatchError, ZeroRedundancyOptimizer, checkpoint
+
+# torch.distributed.checkpoint imports what PyTorch deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+not_late = pytest.mark.not_late(
+    "PyTorch's DCP asks a group which devices it serves, and one in Python cannot say"
+)
+
+
+def free() -> nn.Module:
+    return Tower(frozen=False)
+
+
+def assert_equal_state(got: dict[Any, Any], expected: dict[Any, Any], model: nn.Module) -> None:
+    """Compare the state of a sharded optimizer with that of the plain one, bit for bit."""
+    params = list(model.parameters())
+    assert got.keys() == expected.keys()
+    for index, entries in expected.items():
+        assert got[index].keys() == entries.keys()
+        for name, value in entries.items():
+            mine = got[index][name]
+            if isinstance(value, Tensor) and value.dim():
+                assert isinstance(mine, DTensor)
+                if value.shape == params[index].shape:
+                    assert mine.placements == params[index].placements
+                assert torch.equal(mine.full_tensor(), value), (index, name)
+            elif isinstance(value, Tensor):
+                assert torch.equal(mine, value)
+            else:
+                assert mine == value or type(value) is list
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_state_of_a_class_is_that_of_the_unsharded_one_as_dtensors(name: str) -> None:
+    optimizer_class, options = CLASSES[name]
+    model, twin, optimizer, plain = pair(free, optimizer_class, **options)
+    train_beside(model, twin, optimizer, plain, range(2))
+    assert_equal_state(optimizer.state_dict()["state"], plain.state_dict()["state"], model)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_state_dict_loads_into_a_new_optimizer(name: str) -> None:
+    optimizer_class, options = CLASSES[name]
+    model, twin, optimizer, plain = pair(free, optimizer_class, **options)
+    train_beside(model, twin, optimizer, plain, range(2))
+    again = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **options)
+    again.load_state_dict(optimizer.state_dict())
+    train_beside(model, twin, again, plain, range(2, 4))
+
+
+def step_alike(model: nn.Module, twin: nn.Module, optimizer: Any, plain: Any) -> None:
+    """Step both with drawn gradients; weights then have equal bits."""
+    for number, (param, other) in enumerate(zip(model.parameters(), twin.parameters(), strict=True)):
+        gradient = torch.randn(param.shape, generator=torch.Generator().manual_seed(number))
+        rows = gradient.chunk(dist.get_world_size())
+        here = rows[dist.get_rank()] if dist.get_rank() < len(rows) else gradient[:0]
+        param.grad = DTensor.from_local(
+            here.clone(),
+            param.device_mesh,
+            param.placements,
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
+        )
+        other.grad = gradient
+    optimizer.step()
+    plain.step()
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(whole(param.detach()), other)
+
+
+def optimizer_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    weights, state = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": state}
+
+
+def saves(folder: Path, name: str) -> None:
+    optimizer_class, options = CLASSES[name]
+    model, twin, optimizer, plain = pair(free, optimizer_class, **options)
+    train_beside(model, twin, optimizer, plain, range(2))
+    dcp.save(optimizer_state(model, optimizer), checkpoint_id=folder)
+    if dist.get_rank() == 0:
+        torch.save((twin.state_dict(), plain.state_dict()), folder / "plain.pt")
+
+
+def loads(folder: Path, name: str) -> None:
+    optimizer_class, options = CLASSES[name]
+    model, twin, optimizer, plain = pair(free, optimizer_class, **options)
+    before = [whole(param.detach()).clone() for param in model.parameters()]
+    state = optimizer_state(model, optimizer)
+    for param, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(whole(param.detach()), value)  # though DCP has stepped for the state
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    weights, of_plain = torch.load(folder / "plain.pt", weights_only=False)
+    twin.load_state_dict(weights)
+    plain.load_state_dict(of_plain)
+    assert_equal_state(optimizer.state_dict()["state"], plain.state_dict()["state"], model)
+    step_alike(model, twin, optimizer, plain)
+
+
+@not_late
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor", "Shampoo"])
+def test_dcp_loads_the_bits_on_another_number_of_ranks(
+    ranks2: Ranks, ranks3: Ranks, tmp_path: Path, name: str
+) -> None:
+    ranks2.run(saves, tmp_path, name)
+    ranks3.run(loads, tmp_path, name)
+
+
+def saves_ours(folder: Path, name: str) -> None:
+    optimizer_class, options = CLASSES[name]
+    model, twin, optimizer, plain = pair(free, optimizer_class, **options)
+    train_beside(model, twin, optimizer, plain, range(2))
+    checkpoint.save(folder / "saved", model=model, optimizer=optimizer)
+    if dist.get_rank() == 0:
+        torch.save((twin.state_dict(), plain.state_dict()), folder / "plain.pt")
+
+
+def loads_ours(folder: Path, name: str, is_sharded: bool) -> None:
+    optimizer_class, options = CLASSES[name]
+    model, twin, optimizer, plain = pair(free, optimizer_class, **options)
+    if not is_sharded:
+        model = built(free, 1)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **options)
+    checkpoint.load(folder / "saved", model=model, optimizer=optimizer)
+    weights, of_plain = torch.load(folder / "plain.pt", weights_only=False)
+    twin.load_state_dict(weights)
+    plain.load_state_dict(of_plain)
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(whole(param.detach()), other)
+    if is_sharded:
+        step_alike(model, twin, optimizer, plain)
+    else:
+        for number, (param, other) in enumerate(zip(model.parameters(), twin.parameters(), strict=True)):
+            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(number))
+            other.grad = param.grad.clone()
+        optimizer.step()
+        plain.step()
+        for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(param, other)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor", "Shampoo"])
+def test_our_checkpoints_load_on_another_number_of_ranks_and_without_fsdp2(
+    ranks2: Ranks, ranks3: Ranks, tmp_path: Path, name: str
+) -> None:
+    ranks2.run(saves_ours, tmp_path, name)
+    ranks3.run(loads_ours, tmp_path, name, True)
+    ranks2.run(loads_ours, tmp_path, name, False)
+
+
+@not_late
+@on_ranks(2)
+def test_the_state_of_plain_adamw_loads_and_the_other_way() -> None:
+    model, twin, optimizer, plain = pair(free, torch.optim.AdamW, lr=0.01)
+    other = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train_beside(model, twin, optimizer, plain, range(2))
+    set_optimizer_state_dict(model, other, optim_state_dict=get_optimizer_state_dict(model, optimizer))
+    train_beside(model, twin, other, plain, range(2, 3))
+    set_optimizer_state_dict(model, optimizer, optim_state_dict=get_optimizer_state_dict(model, other))
+    train_beside(model, twin, optimizer, plain, range(3, 5))
+
+
+@not_late
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
+def test_a_full_state_dict_is_given_and_loads(name: str) -> None:
+    optimizer_class, options = CLASSES[name]
+    model, twin, optimizer, plain = pair(free, optimizer_class, **options)
+    train_beside(model, twin, optimizer, plain, range(2))
+    full = StateDictOptions(full_state_dict=True)
+    state = get_optimizer_state_dict(model, optimizer, options=full)
+    again = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **options)
+    set_optimizer_state_dict(model, again, optim_state_dict=state, options=full)
+    train_beside(model, twin, again, plain, range(2, 4))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
+def test_the_state_of_the_unsharded_class_loads(name: str) -> None:
+    optimizer_class, options = CLASSES[name]
+    model, twin, optimizer, plain = pair(free, optimizer_class, **options)
+    train_beside(model, twin, optimizer, plain, range(2))
+    for source in (None, 1):
+        again = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **options)
+        has_it = source in (None, dist.get_rank())
+        again.load_state_dict(plain.state_dict() if has_it else None, source)
+        train_beside(model, twin, again, plain, range(2, 4))
+
+
+@on_ranks(2)
+def test_a_state_that_cannot_be_loaded_or_consolidated_is_refused() -> None:
+    _, _, optimizer, _ = pair(free, torch.optim.AdamW, lr=0.01)
+    state = optimizer.state_dict()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="call state_dict\\(\\) on all ranks"):
+        optimizer.consolidate_state_dict()
+    with pytest.raises(RuntimeError, match="cannot be detached"):
+        optimizer.detach()
+    other = ZeroRedundancyOptimizer(built(free).parameters(), torch.optim.AdamW)
+    model = shard(built(free))
+    model(torch.ones(2, 9)).sum().backward()
+    trained = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    trained.step()
+    state = trained.state_dict()
+    with pytest.raises(StateMismatchError, match="the state dict has DTensors"):
+        other.load_state_dict(state)

@@ -1,0 +1,1 @@
+"""Parameters whose rows somebody else keeps: DTensors, as FSDP2 makes them."""

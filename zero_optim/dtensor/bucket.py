@@ -1,0 +1,244 @@
+"""Buckets of DTensors: stepped where their rows lie, or brought to owners as whole tensors, and back.
+
+Note [Nothing whole is kept]
+    Users, checkpoints and ``torch._foreach_*`` write to shards, and no version counter sees all of it. So
+    owners keep no copy that could be stale: rows of parameters travel with rows of gradients, and the whole
+    tensors live from then until their rows are sent back. That is half more bytes, and 1/W of the model less
+    memory between steps. A master, which is wider, follows them as anywhere: `zero_optim.step.leaves`.
+
+Note [Failures before anything is stepped]
+    A rank that cannot begin sends its rows all the same, and says so in the head of the message. All ranks
+    read all heads, so none steps and all raise. A class that raises is told by the stamps in what comes back.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zero_optim.comm.agreement import agree, one_error
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.dtensor.moves import Form, RowMoves, Whole
+from zero_optim.dtensor.placement import Chunks, gradient_rows, local_rows, row_pieces
+from zero_optim.flow.pending import Pending
+from zero_optim.flow.schedule import HELD_ROWS, HELD_WHOLE, Schedule
+from zero_optim.health.stamp import Header
+from zero_optim.plan.layout import whole
+from zero_optim.plan.pieces import Pieces
+from zero_optim.shard.bucket import Bucket
+from zero_optim.shard.places import shown_when_freed
+
+LEAST_NBYTES = 2**20  # of a bucket that is divided, so that one half moves while the other is stepped
+
+
+class HeldLeaves:
+    """This rank's rows or whole tensors of the DTensors that it steps, and their gradients.
+
+    ``away``: what stands for whole tensors that have not come; it has no values.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[Tensor, Tensor] = {}
+        self.away: dict[Tensor, Tensor] = {}
+        self.grads: dict[Tensor, Tensor] = {}
+
+    def __contains__(self, param: Tensor) -> bool:
+        return param in self.values or param in self.away
+
+    def rows(self, param: Tensor) -> Tensor:
+        """Return the rows, or the whole tensor, of a parameter."""
+        return self.values[param] if param in self.values else self.away[param]
+
+    def is_away(self, param: Tensor) -> bool:
+        """Whether a parameter is stepped whole here, and has not come."""
+        return param in self.away and param not in self.values
+
+
+class HeldBucket(Bucket):
+    """Parameters of one dtype whose rows somebody else keeps; ``owners``: None where rows are stepped."""
+
+    def __init__(
+        self,
+        params: list[Tensor],
+        names: Sequence[str],
+        chunks: Sequence[Chunks],
+        owners: Sequence[int] | None,
+        group: RankGroup,
+        leaves: HeldLeaves,
+    ) -> None:
+        layout = whole([param.numel() for param in params], owners or [0] * len(params))
+        super().__init__(params, layout, group.rank, as_views=False)
+        self.schedule = HELD_ROWS if owners is None else HELD_WHOLE
+        self.names, self._group, self._leaves = names, group, leaves
+        self._moves: RowMoves | None = None
+        self._coming: Pending[tuple[list[bytes], list[Whole]]] | None = None
+        self._grads: list[Tensor | None] = []
+        if owners is not None:
+            shapes = [tuple(param.shape) for param in params]
+            each = zip(shapes, chunks, owners, strict=True)
+            forms = [Form(shape, cut.dim, owner) for shape, cut, owner in each]
+            self._moves = RowMoves(group, forms, self.dtype, self.device)
+            self.nbytes_to_gather = self._moves.nbytes()
+            self.release()
+        else:
+            self.open()
+
+    def run_by(self, recipe: Schedule) -> None:
+        """Do nothing: whoever keeps the rows has its own recipe."""
+
+    def open(self) -> None:
+        """Look for this rank's rows and gradients; TypeError if a gradient is placed in another way."""
+        self.refresh()
+        self._grads = list(map(gradient_rows, self.params, self.names))
+        if self._moves is None:
+            for param, grad in zip(self.params, self._grads, strict=True):
+                self._leaves.values[param] = local_rows(param)
+                if grad is not None:
+                    self._leaves.grads[param] = grad
+
+    def fetch(self) -> None:
+        """Bring values, without gradients, to owners if there are any; all ranks call; communicates."""
+        if self._moves is None:
+            return
+        _, (values,) = self._moves.start_to_owners(b"\0", list(map(local_rows, self.params))).wait()
+        self._leaves.values.update((self.params[number], tensor) for number, tensor in values.items())
+
+    def present(self) -> list[bool]:
+        """Return for each parameter whether this rank has a gradient."""
+        return [grad is not None for grad in self._grads] or [False] * len(self.params)
+
+    def start_to_owners(self, head: bytes) -> None:
+        """Start to bring rows of gradients and parameters to owners, behind the head for all ranks."""
+        assert self._moves is not None
+        grads: Sequence[Tensor | None] = self._grads or [None] * len(self.params)
+        self._coming = self._moves.start_to_owners(head, grads, list(map(local_rows, self.params)))
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether rows are on their way to owners."""
+        return self._coming is not None
+
+    def take_arrived(self) -> list[bytes]:
+        """Wait for what owners step; return the heads of all ranks."""
+        assert self._coming is not None
+        coming, self._coming = self._coming, None
+        heads, (grads, values) = coming.wait()
+        present = self.present()
+        for number, value in values.items():
+            param = self.params[number]
+            self._leaves.values[param] = value
+            if present[number]:
+                self._leaves.grads[param] = grads[number]
+        return heads
+
+    def gradients(self) -> dict[Tensor, Tensor | None]:
+        """Return the gradients of what this rank steps of it."""
+        return {param: self._leaves.grads.get(param) for param in self.params}
+
+    def start_to_holders(self, header: Header | None) -> Pending[None]:
+        """Start to send rows of the owned parameters back, with a header."""
+        assert self._moves is not None
+        if self.is_coming:  # a step that failed did not ask for it
+            self.take_arrived()
+        wholes = {number: self._leaves.values[self.params[number]] for number in self._moves.owned}
+        pending = self._moves.start_to_holders(wholes, list(map(local_rows, self.params)), header)
+        self.release()
+        torch.autograd.graph.increment_version(self.params)
+        return pending
+
+    def release(self) -> None:
+        """Drop gradients, and whole tensors."""
+        self._grads, self._coming = [], None
+        for param in self.params:
+            self._leaves.grads.pop(param, None)
+        for number in () if self._moves is None else self._moves.owned:
+            param = self.params[number]
+            self._leaves.values.pop(param, None)
+            self._leaves.away[param] = shown_when_freed(param.shape, self.dtype, self.device)
+
+
+def head_of(buckets: Sequence[HeldBucket], failure: BaseException | None) -> bytes:
+    """Make the head of messages: whether this rank cannot begin, and which gradients it has."""
+    return bytes([failure is not None, *(each for bucket in buckets for each in bucket.present())])
+
+
+def check_heads(
+    group: RankGroup,
+    buckets: Sequence[HeldBucket],
+    heads: Sequence[bytes],
+    failure: BaseException | None,
+) -> None:
+    """Raise on every rank if one could not begin, or lacks gradients that others have; all ranks call."""
+    if any(head[0] for head in heads):
+        error = one_error(group, failure)  # type: ignore[arg-type]  # it only describes it
+        raise error
+    if len(set(heads)) > 1:
+        names = [name for bucket in buckets for name in bucket.names]
+        has = [
+            f"{'a' if has else 'no'} gradient of {name}"
+            for has, name in zip(heads[group.rank][1:], names, strict=True)
+        ]
+        agree(group, has, "which parameters have gradients, so nothing was stepped")
+
+
+def make_held_buckets(
+    params: Sequence[Tensor],
+    names: Sequence[str],
+    pieces: Sequence[Pieces],
+    costs: Sequence[float],
+    held: dict[Tensor, Chunks],
+    group: RankGroup,
+    leaves: HeldLeaves,
+    cap_nbytes: int,
+) -> list[HeldBucket]:
+    """Make the buckets of the DTensors among parameters; owners still have to `HeldBucket.fetch`."""
+    rows = row_pieces(held)
+    in_place: dict[object, list[int]] = {}
+    moved: dict[object, list[int]] = {}
+    for index, param in enumerate(params):
+        if param in held:
+            is_in_place = rows.get(param) == pieces[index]
+            kind = param.dtype, param.device.type, param.requires_grad
+            (in_place if is_in_place else moved).setdefault(kind, []).append(index)
+    chosen = [(members, False) for members in in_place.values()]
+    for members in moved.values():
+        owners = {index: pieces[index][0].owner for index in members}
+        nbytes = {index: params[index].numel() * params[index].itemsize for index in members}
+        halves = _divided(members, owners, costs, nbytes, group.size, cap_nbytes)
+        chosen += [(half, True) for half in halves]
+    buckets = []
+    for members, moves in chosen:
+        of = [params[index] for index in members]
+        bucket = HeldBucket(
+            of,
+            [names[index] for index in members],
+            [held[param] for param in of],
+            [pieces[index][0].owner for index in members] if moves else None,
+            group,
+            leaves,
+        )
+        buckets.append(bucket)
+    return buckets
+
+
+def _divided(
+    members: Sequence[int],
+    owners: dict[int, int],
+    costs: Sequence[float],
+    nbytes: dict[int, int],
+    num_ranks: int,
+    cap_nbytes: int,
+) -> list[list[int]]:
+    """Divide parameters into two buckets, or more if a rank would hold more than the capacity of one.
+
+    Each has its share of every owner's: so all step one while the next one moves.
+    """
+    total = sum(nbytes.values())
+    count = max(2, math.ceil(total / (cap_nbytes * num_ranks))) if total >= LEAST_NBYTES else 1
+    parts: list[list[int]] = [[] for _ in range(count)]
+    for rank in range(num_ranks):
+        own = sorted((i for i in members if owners[i] == rank), key=lambda i: -costs[i])
+        for place, index in enumerate(own):
+            parts[place * count // max(1, len(own))].append(index)
+    return [sorted(part) for part in parts if part]
