@@ -70,7 +70,7 @@ gpu: $(if $(GPU_GIVEN),,$(STAMP))  ## run every claim on the GPUs there are, 12 
 	PYTHONPATH=tests:. $(if $(GPU_GIVEN),$(PYTHON),$(VENV)/bin/python) -m gpu $(ARGS)
 
 bench: $(STAMP)  ## run every benchmark, about 40 minutes
-	@for name in calls partition memory muon consolidate checkpoint step reducer overlap fully_sharded fsdp2_owners mesh watchdog; do $(VENV)/bin/python benchmarks/$$name.py || exit 1; done
+	@for name in calls partition scale memory muon consolidate checkpoint step reducer overlap fully_sharded fsdp2_owners mesh watchdog; do $(VENV)/bin/python benchmarks/$$name.py || exit 1; done
 
 lint: style types imports  ## check all three; add -k to see what else fails after a failure
 

@@ -151,7 +151,10 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -
     Console(width=None if console.is_terminal else 130).print(table)
 
 
-def record(name: str, results: object, *, dry: bool) -> None:
+BACKEND = "gloo over loopback, one thread a rank"
+
+
+def record(name: str, results: object, *, dry: bool, backend: str = BACKEND) -> None:
     """Append a run to ``results/NAME.json``, a list of runs from old to new."""
     if dry:
         return
@@ -163,7 +166,7 @@ def record(name: str, results: object, *, dry: bool) -> None:
         "system": platform.system(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "backend": "gloo over loopback, one thread a rank",
+        "backend": backend,
     }
     runs.append(
         {

@@ -178,6 +178,46 @@ def partition(used: list[Record]) -> Rows:
         yield [name, *(f"{figure:.2f}" for figure in (*figures, run["max_over_lower_bound"]))]
 
 
+def scale(used: list[Record]) -> Rows:
+    """A rank's step over PyTorch's fake group, which sends nothing: Llama of 7 G parameters, and GPT-2.
+
+    Models are narrower, and sizes in bytes smaller by as much, so plans are those of the full models.
+    Launches are operators that would start a kernel or a copy, divided by those of training without ranks.
+    Received: bytes of a reduction that live at once, in buckets of the largest size. Launches, construction
+    (CPU seconds) and received are those on 1,024 ranks.
+    """
+    results = newest("scale", used)
+    yield [
+        "",
+        "collectives: W=8",
+        "64",
+        "1,024",
+        "16,384",
+        "launches",
+        "CPU, ms: W=8",
+        "1,024",
+        "built in, s",
+        "received",
+    ]
+    for model, run in results.items():
+        ranks: dict[str, Any] = run["ranks"]
+        few, many = ranks["8"], ranks["1024"]
+        for name, of in few.items():
+            counts = [
+                f"{ranks[size][name]['collectives']:,}" if size in ranks else ""
+                for size in ("8", "64", "1024", "16384")
+            ]
+            launches = f"{many[name]['launches'] / many['plain']['launches']:.2f}"
+            times = [f"{each[name]['cpu_ms']:.0f}" for each in (few, many)]
+            built = f"{many[name]['construction_cpu_s']:.2f}"
+            received = (
+                f"{many[name]['received_nbytes'] / of['largest_nbytes']:.1f}"
+                if "largest_nbytes" in of
+                else ""
+            )
+            yield [f"{model}, {name}", *counts, launches, *times, built, received]
+
+
 def section(rows_of: Callable[[list[Record]], Rows]) -> str:
     used: list[Record] = []
     head, *rows = [f"| {' | '.join(row)} |" for row in rows_of(used)]
@@ -192,7 +232,7 @@ def page() -> str:
     """Return the page that belongs to the records."""
     has = records_of("step")[-1]["machine"]
     machine = f"{has['cores']} CPU cores ({has['architecture']}, {has['system']}), Python {has['python']}"
-    tables = [step, reducer, overlap, fully_sharded, memory, muon, consolidate, checkpoint, partition]
+    tables = [step, reducer, overlap, fully_sharded, memory, muon, consolidate, checkpoint, partition, scale]
     parts = [HEAD.format(machine=f"{machine}, PyTorch {has['torch']}"), *map(section, tables)]
     return "\n".join(parts)
 

@@ -71,7 +71,7 @@ def plain(model: nn.Module, _: float) -> Trained:
     return Trained(model, optimizer, lambda: nn.utils.clip_grad_norm_(model.parameters(), **CLIP))
 
 
-def hook(_: object, bucket: Any) -> torch.futures.Future[Tensor]:  # noqa: ANN401
+def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
     """Do what DDP does; on a fake group its own reduction has no result."""
     total = bucket.buffer().div_(dist.get_world_size())
     future: torch.futures.Future[Tensor] = dist.all_reduce(total, async_op=True).get_future().then(_first)
@@ -265,7 +265,7 @@ def main() -> None:
         results[model] = {"divide": divide, "ranks": runs}
         columns = ["collectives", "launches", "/ plain", "CPU, ms", "construction, s", "received", "buckets"]
         show("One rank's step", ["", *columns], lines(model, runs))
-    record("scale", results, dry=options.dry)
+    record("scale", results, dry=options.dry, backend="fake: one process, one thread")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -206,7 +207,9 @@ def check_wrapping(
         if name not in OPTIONS:
             arguments = inspect.signature(wrapper).parameters.values()
             keywords = {argument.name for argument in arguments if argument.kind is argument.KEYWORD_ONLY}
-            raise TypeError(f"expected options among {', '.join(sorted({*OPTIONS, *keywords}))}, got {name}")
+            near = [f": did you mean {each}?" for each in get_close_matches(name, {*OPTIONS, *keywords}, 1)]
+            known = ", ".join(sorted({*OPTIONS, *keywords}))
+            raise TypeError(f"expected options among {known}, got {name}{''.join(near)}")
     _check_is_module(module)
     if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in module.modules()):
         raise ValueError(

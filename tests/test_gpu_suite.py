@@ -22,6 +22,7 @@ QUICK = (
     "trace: ZeRO-3",
     "raw collectives",
     "kernels: AdamW fused, cut by rows, float32",
+    "kernels: rows added in the order of ranks, bfloat16",
     "table: overlap | tower | ordinary | plain",
     "parameters: checkpointing, not reentrant, bf16",
     "overlap: several streams",

@@ -104,6 +104,22 @@ def test_a_wait_behind_one_slow_save_of_very_many_ranks_sends_little_and_warns_o
     assert len(said) < 2048
 
 
+def test_ranks_whose_devices_wait_for_one_that_is_slow_look_once_too() -> None:
+    with network(100) as peers:
+        all_wait(peers, busy=(0,))
+        began = peers.now
+        for peer in peers.peers[1:]:
+            work = peer.work
+            assert work is not None
+            work.group.pending.clear()
+            work.group.outstanding, work.started, work.waiting_since = work, began, None
+        peers.now += 61
+        for peer in peers.peers[1:]:
+            assert peer.work is not None
+            peer.verdicts.judge_wait(peer.work, peers.now - began)
+    assert peers.looks == [0]
+
+
 def test_ranks_that_wait_for_each_other_give_up_after_a_minute_though_some_begin_late() -> None:
     with network(100) as peers:
         for rank in peers.ranks:
@@ -119,6 +135,19 @@ def test_ranks_that_wait_for_each_other_give_up_after_a_minute_though_some_begin
     assert verdict is not None
     assert "every rank waits, but not for the same" in verdict.message
     assert "rank 70 waits in the gather of bucket 1" in verdict.message
+
+
+def test_ranks_with_the_timeout_of_the_group_do_not_wait_for_that_of_one_with_a_longer_one() -> None:
+    with network(4) as peers:
+        peers.waits(1, peers.now, TIMEOUT, "bucket 1", own=TIMEOUT)
+        for rank in (0, 2, 3):
+            peers.waits(rank, peers.now + 5, TIMEOUT)
+        peers.now += 61
+        look_everywhere(peers)
+        assert set(peers.verdicts().values()) == {None}
+        peers.now += 5
+        look_everywhere(peers)
+        assert None not in peers.verdicts().values()
 
 
 def test_a_tree_has_each_place_once_and_few_below_each() -> None:

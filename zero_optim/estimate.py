@@ -104,7 +104,7 @@ def estimate(  # noqa: PLR0913 - keyword-only
     moving, views = max(trained, default=0), gradient_as_bucket_view
     if stage == 2:
         full = max(sum(params[i].nbytes for i in b.params if params[i].requires_grad) for b in plan.buckets)
-        moving += (1 if device == "cpu" else 2) * full * (size - 1) // size
+        moving += ((2 if device == "cpu" else 3) * size - 1) * full // size
     elif choice is not None and size > 1:
         moving = _whole_units(choice, size)
     for of in ranks:

@@ -38,7 +38,7 @@ class Explanation:
     buckets: tuple[str, ...]  # a line for each, in the order of gathers
     traits: tuple[str, ...]  # of each optimizer class: what it tolerates, as trials show
     cuts: tuple[str, ...]  # a line for each cut parameter, and for each uneven bucket the reason
-    collectives_per_step: int  # broadcasts, and exchanges of rows, of a step; none in a group of one
+    collectives_per_step: int  # that move rows in a step; none in a group of one
     transport: str  # of CPU tensors: "memory", or "sockets" and why, see `share_host_memory`; else ""
 
     @property
@@ -103,7 +103,7 @@ def _holding(core: Core) -> RankHolding:
 
 
 def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
-    """Yield each bucket's line, why it is uneven or "", and its number of broadcasts in a step."""
+    """Yield each bucket's line, why it is uneven or "", and how many collectives gather it in a step."""
     reasons = core.sharding.whole_because | dict.fromkeys(core.inputs.kept_whole, KEPT_WHOLE)
     nbytes = sum(bucket.nbytes for bucket in core.engine.buckets)
     for bucket, moves in zip(core.engine.buckets, core.engine.active(), strict=True):
@@ -123,7 +123,8 @@ def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
             why = "; ".join(dict.fromkeys(reasons[each] for each in bucket.params if each in reasons))
             why = why or "it has no rows that could be shared out evenly"
             uneven = f"not cut: {text}; the fullest rank sends {fullest / mean:.1f} x the mean ({why})"
-        yield f"bucket: {text}{'' if active else ', frozen'}", uneven, len(rows) * active
+        sent = len(rows) if bucket.slices is None else 2 - bucket.slices.is_even
+        yield f"bucket: {text}{'' if active else ', frozen'}", uneven, sent * active
 
 
 def _held_text(bucket: Bucket, reasons: Mapping[Tensor, str]) -> str:

@@ -542,5 +542,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 def require_ours(optimizer: object) -> None:
     """Raise TypeError on every rank if an optimizer is not sharded by this library; all ranks call."""
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        kind = type(optimizer).__name__
-        raise_together(TypeError(f"expected a zero_optim.ZeroRedundancyOptimizer, got {kind}"))
+        name, home = type(optimizer).__name__, type(optimizer).__module__
+        fix = "give one optimizer, whose groups may have an optimizer_class of their own"
+        if name == ZeroRedundancyOptimizer.__name__:
+            fix = "write `from zero_optim import ZeroRedundancyOptimizer`"
+        elif isinstance(optimizer, Optimizer):
+            fix = f"build ZeroRedundancyOptimizer(module.parameters(), {name}, ...)"
+        raise_together(
+            TypeError(f"expected a zero_optim.ZeroRedundancyOptimizer, got {name} of {home}: {fix}")
+        )

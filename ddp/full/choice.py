@@ -46,7 +46,8 @@ def choose_units(model: nn.Module, units: Units) -> UnitChoice:
     elif isinstance(units, nn.ModuleDict):
         unit_modules = set(units.values())
     elif isinstance(units, Iterable):  # ModuleList and Sequential too
-        unit_modules = _listed(units, name_of)
+        given: object = units  # a text is an iterable too
+        unit_modules = _listed([given] if isinstance(given, str) else units, name_of)
     elif isinstance(units, nn.Module):
         raise TypeError(f"expected units to be modules, got one, {type(units).__name__}: put it in a list")
     else:
@@ -83,7 +84,10 @@ def _listed(units: Iterable[object], model: Iterable[nn.Module]) -> set[nn.Modul
                 raise ValueError(f"no module of the model is a {unit.__name__}, which was given as a unit")
             unit_modules.update(of_kind)
         else:
-            raise TypeError(f"expected units to be modules, got {type(unit).__name__}")
+            raise TypeError(
+                f"expected units to be modules, got {type(unit).__name__} {unit!r}: give modules of the "
+                "model, or the class itself in the place of its name"
+            )
     return unit_modules
 
 

@@ -264,6 +264,9 @@ def _own() -> Iterator[Case]:
     for name, dtype in product(kernels.CUT, (torch.float32, torch.bfloat16, torch.float16)):
         about = f"kernels: {name}, cut by rows, {dtype}".replace("torch.", "")
         yield Case(about, kernels.cut_by_rows, (name, dtype), (NCCL,))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        about = f"kernels: rows added in the order of ranks, {dtype}".replace("torch.", "")
+        yield Case(about, kernels.added_at_once, (dtype,), (NCCL,))
     for as_views in (True, False):
         about = "as views" if as_views else "packed"
         yield Case(f"kernels: handle for another process, {about}", kernels.sent, (as_views,))

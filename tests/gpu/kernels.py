@@ -9,6 +9,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from gpu.setting import Figures, Here, NotHere
 from training import MATRICES, assert_same_bits, make_params, set_grads, train_both, twin
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.comm import row_sum
 
 # `eps` is no zero in float16, and so no step is NaN.
 CUT: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -50,6 +51,20 @@ def cut_by_rows(here: Here, name: str, dtype: torch.dtype) -> Figures:
         cut.step()
         assert_same_bits([torch.cat(parts) for parts in pieces], whole, f"after step {step}")
     return {"elements": sum(param.numel() for param in whole)}
+
+
+def added_at_once(here: Here, dtype: torch.dtype) -> Figures:
+    """Rows of many ranks added in one launch: in the order of ranks, see `zero_optim.comm.row_sum`."""
+    shapes = ((3, 40_000), (8, 2**18), (64, 20_001), (1024, 48))
+    for shape in shapes:
+        rows = (
+            torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul_(100).to(dtype).to(here.device)
+        )
+        total, expected = torch.empty_like(rows[0]), torch.empty_like(rows[0])
+        row_sum._add_at_once(rows, total)
+        row_sum._add(list(rows.clone()), 0, expected)
+        assert_same_bits([total], [expected], f"{shape}")
+    return {"ranks": max(ranks for ranks, _ in shapes)}
 
 
 def sent(here: Here, as_views: bool) -> Figures:

@@ -138,5 +138,5 @@ def test_launched_scripts_train_and_save_all_state(tmp_path: Path, launcher: lis
 def test_a_trainer_without_the_adapter_ends_on_every_rank_at_its_first_save(tmp_path: Path) -> None:
     result = launched(tmp_path, TORCHRUN, NO_ADAPTER)
     assert result.returncode != 0
-    assert "NotConsolidatedError: rank 0 holds only its own part of the state" in result.stderr
+    assert "NotConsolidatedError: the state is on its owners, and rank 0 has not" in result.stderr
     assert not list(tmp_path.rglob("optimizer.pt"))

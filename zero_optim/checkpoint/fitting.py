@@ -24,7 +24,7 @@ from zero_optim.checkpoint.values import Json, entries_in, key_of, unpack
 from zero_optim.comm.encoding import Nested, map_tensors
 from zero_optim.errors import StateMismatchError
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.plan.groups import options_of
+from zero_optim.plan.groups import names_text, options_of
 from zero_optim.plan.strides import strides_of_rows
 from zero_optim.probe.comparison import same
 from zero_optim.probe.probe import state_entries
@@ -33,6 +33,7 @@ from zero_optim.step.leaves import MASTER
 
 _NOT_OF_A_CLASS = {"step", MASTER, EMA}  # or of too many
 
+_SHAPES = "shapes in the checkpoint and here"
 _RESIZE = (
     "\nTo load parameters of another shape, as for a larger vocabulary, write weights and state to files "
     "with zero-optim consolidate, change these tensors there, and give them to load_state_dict()"
@@ -54,58 +55,62 @@ def check_fit(reader: CheckpointReader, objects: Objects) -> list[str]:
     wrong = _wrong_model(reader, objects) if objects.model is not None else []
     if objects.optimizer is not None:
         wrong += _wrong_optimizer(reader, objects, objects.optimizer)
+    kinds: dict[str, dict[str, None]] = {}
+    for kind, item in wrong:
+        kinds.setdefault(kind, {})[item] = None
     if wrong:
-        hint = _RESIZE if any(": shape " in line for line in wrong) else ""
-        raise StateMismatchError(
-            "the checkpoint does not fit:\n  " + "\n  ".join(dict.fromkeys(wrong)) + hint
-        )
+        lines = [f"{kind} ({len(items)}): {names_text([*items], 5)}" for kind, items in kinds.items()]
+        hint = _RESIZE if _SHAPES in kinds else ""
+        raise StateMismatchError("the checkpoint does not fit:\n  " + "\n  ".join(lines) + hint)
     return sections
 
 
-def _wrong_names(what: str, saved: Iterable[str], present: Iterable[str]) -> list[str]:
+def _wrong_names(what: str, saved: Iterable[str], present: Iterable[str]) -> list[tuple[str, str]]:
     saved, present = dict.fromkeys(saved), dict.fromkeys(present)
-    lost = [f"{what} {name} is not in the checkpoint" for name in present if name not in saved]
-    return lost + [f"{what} {name} is only in the checkpoint" for name in saved if name not in present]
+    lost = [(f"{what} that the checkpoint lacks", name) for name in present if name not in saved]
+    return lost + [(f"{what} that only the checkpoint has", name) for name in saved if name not in present]
 
 
-def _wrong_model(reader: CheckpointReader, objects: Objects) -> list[str]:
+def _wrong_model(reader: CheckpointReader, objects: Objects) -> list[tuple[str, str]]:
     parts, present = model_parts(reader.manifest.values), objects.model_state()
-    wrong = _wrong_names("model entry", parts, present)
-    for name in parts.keys() & present.keys():
+    wrong = _wrong_names("model entries", parts, present)
+    for name in filter(parts.__contains__, present):
         kind, body = parts[name]
         if kind == "tensor" and isinstance(present[name], Tensor):
             saved, here = reader.manifest.entries[body[0]].shape, tuple(present[name].shape)
-            wrong += [f"{name}: shape {saved} in the checkpoint, {here} here"] if saved != here else []
+            wrong += [(_SHAPES, f"{name} {saved} and {here}")] if saved != here else []
     return wrong
 
 
 def _wrong_optimizer(
     reader: CheckpointReader, objects: Objects, optimizer: ZeroRedundancyOptimizer
-) -> list[str]:
+) -> list[tuple[str, str]]:
     about, entries = reader.manifest.values[OPTIMIZER], reader.manifest.entries
     names = _names_in(objects, optimizer, about)
     if names.named and not about["named"]:
         saved, present = [len(g["names"]) for g in about["groups"]], [len(g) for g in names.groups]
-        return [f"the checkpoint has no parameter names, and groups of {saved} parameters, not of {present}"]
+        return [("groups of another size, where parameters have no names", f"{saved}, here {present}")]
     if about["named"] and not names.named:
         fix = "give the model as well, or build the optimizer from model.named_parameters()"
-        return [f"the checkpoint keeps parameters by name, and this optimizer has no names: {fix}"]
-    wrong = _wrong_names("parameter", [n for group in about["groups"] for n in group["names"]], names.param)
+        return [("names that this optimizer does not know", f"the parameters' ({fix})")]
+    wrong = _wrong_names("parameters", [n for group in about["groups"] for n in group["names"]], names.param)
     shaped = optimizer.core.shaped_entries(names.param.values())
     for name, param in names.param.items():
         shape = tuple(about["params"].get(name, [None, param.shape])[1])
         if shape != tuple(param.shape):
-            wrong.append(f"{name}: shape {shape} in the checkpoint, {tuple(param.shape)} here")
+            wrong.append((_SHAPES, f"{name} {shape} and {tuple(param.shape)}"))
         for key in sorted(shaped[param]):
             entry = entries.get(f"{STATE}/{key_of(name, key)}")
             if entry is not None and entry.shape != tuple(param.shape):
-                wrong.append(f"{name}: '{key}' has shape {entry.shape}, not {tuple(param.shape)}")
+                wrong.append(("state of another shape", f"'{key}' of {name} {entry.shape}"))
     return wrong + _wrong_class(reader, optimizer, names)
 
 
-def _wrong_class(reader: CheckpointReader, optimizer: ZeroRedundancyOptimizer, names: Names) -> list[str]:
+def _wrong_class(
+    reader: CheckpointReader, optimizer: ZeroRedundancyOptimizer, names: Names
+) -> list[tuple[str, str]]:
     """Tell of a group whose class makes nothing of the saved state, also with the saved options."""
-    values, wrong = reader.manifest.values, []
+    values, wrong = reader.manifest.values, list[tuple[str, str]]()
     saved_groups = [(set(g["names"]), g["options"]) for g in values[OPTIMIZER]["groups"]]
     for number, members in enumerate(names.groups):
         built = optimizer.core.owned.local.of_group(number)
@@ -122,7 +127,7 @@ def _wrong_class(reader: CheckpointReader, optimizer: ZeroRedundancyOptimizer, n
                 is_known = makes or type(built.optimizer).__module__.startswith("torch.optim.")
                 if is_known and saved.isdisjoint(makes):
                     entries = ", ".join(sorted(saved))
-                    wrong.append(f"{name}: its state has {entries}, which {built.spec.name} has not")
+                    wrong.append((f"state that {built.spec.name} has not", f"{entries} of {name}"))
             break  # one parameter of a group tells
     return wrong
 

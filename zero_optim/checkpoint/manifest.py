@@ -248,9 +248,16 @@ def parse(folder: Path) -> Manifest:
     with blamed_on(folder / FILE, ""):
         try:
             file = open_regular(folder / FILE)
-        except FileNotFoundError:
-            there = folder.is_dir()
-            reason = "it has no manifest, so it was never completed" if there else "there is no such folder"
+        except (FileNotFoundError, NotADirectoryError):
+            reason = (
+                "it has no manifest, so it was never completed"
+                if folder.is_dir()
+                else "there is no such folder"
+            )
+            if folder.is_file():
+                reason = "it is a file, for torch.load; zero-optim convert makes a checkpoint of it"
+            if any(folder.glob(f"*/{FILE}")):
+                reason = f'there are checkpoints in it: load checkpoint.latest("{folder}"), or one of them'
             raise CheckpointError(f"no whole checkpoint at {folder}: {reason}") from None
         with file:
             head = file.readline(_HEAD_NBYTES)

@@ -211,7 +211,7 @@ def _agree(
                 raise ValueError(f"expected keep to be a number of checkpoints from 1, or None, got {keep!r}")
             part, alike = collect(members, objects, extra)
         items = [f"path={Path(path)}", f"keep={keep}", f"model={model is not None}", *alike]
-        agree(members.everyone, items, "what to save")
+        agree(members.everyone, items, "what to save (all ranks give the same path and arguments)")
         if members.mesh is not None:  # the first replica writes the random states of all ranks
             own = [members.everyone.rank, random_state(objects.device)]
             for number, state in _collect(members.mesh.across, own, "the random state"):

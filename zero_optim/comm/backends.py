@@ -17,6 +17,7 @@ Note [Devices of a group]
 import re
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -42,6 +43,7 @@ _CLOSED = (
     "nreachable",
     "gloo/trans",
 )
+_MOST_BROADCASTS = 4  # that are one launch; more grow with the number of ranks
 _PLACELESS = "meta"  # tensors on it have no memory, so nothing of theirs is sent
 # Such as "[…/gloo/transport/tcp/pair.cc:534]"; or what a wait raises after another one took too long.
 _OF_GLOO = re.compile(r"\[[^\]]*\bgloo/[^\]]*:\d+\]|Application timeout caused pair closure")
@@ -76,6 +78,10 @@ class Transport:
         """Whether another thread may use lanes beside this group."""
         return False
 
+    def sends_slices(self, num_owners: int) -> bool:
+        """Whether a bucket with so many owners is gathered as equal slices, else by their broadcasts."""
+        return num_owners > _MOST_BROADCASTS
+
     @property
     def sends_pairs(self) -> bool:
         """Whether ranks exchange tensors by sends in pairs, else by one all-to-all."""
@@ -102,6 +108,9 @@ class _Gloo(Transport):
         # What two threads start on MPS, which has no streams either, gets mixed up.
         return self.device.type == "cpu" and not is_asynchronous(self.device)
 
+    def sends_slices(self, num_owners: int) -> bool:
+        return False  # its all-gather takes twice the time of the broadcasts, or more
+
     @property
     def sends_pairs(self) -> bool:
         return self.device.type == "cpu"
@@ -112,6 +121,17 @@ class _Gloo(Transport):
 
 
 TRANSPORTS: dict[str, type[Transport]] = {"gloo": _Gloo}
+
+
+def transport_of(name: str, device: torch.device) -> Transport:
+    """Return the transport of a backend, "" for none, for a device."""
+    kind: Any = TRANSPORTS.get(name, Transport)
+    return _transport(kind, name, device)
+
+
+@lru_cache  # a step asks several times
+def _transport(kind: type[Transport], name: str, device: torch.device) -> Transport:
+    return kind(name, device)
 
 
 def devices_of(value: object) -> tuple[torch.device, ...]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.slices import Slices
 from zero_optim.comm.unended import SMALL, Paired
 from zero_optim.compat.autograd import coalesced, coalesces
 from zero_optim.compat.streams import HostCopy
@@ -64,6 +65,24 @@ def exchange(
             handle = started
     lane.phase.sent(sent.element_size() * (sum(sizes) - sizes[rank]))
     return work.take(handle)
+
+
+def gather_slices(
+    group: RankGroup, flat: Tensor, rows: Slices, about: str = "", heads: Tensor | None = None
+) -> list[Waitable]:
+    """Start to bring the rows of a flat tensor, in place, to all ranks; ``heads``: as `broadcast_rows`.
+
+    One all-gather of the slices, behind an all-to-all from rows to slices if these differ.
+    """
+    mine, before = flat.narrow(0, group.rank * rows.slice, rows.slice), list[Waitable]()
+    if not rows.is_even:
+        mine, (in_rows, in_slices) = torch.empty_like(mine), rows.splits
+        before = [exchange([group], rows.row(flat), in_slices, mine[: sum(in_rows)], in_rows, about=about)]
+        if group.transport(flat.device).late_on is None:  # else a stream runs both in this order
+            before.pop().wait()
+    slices = [] if heads is None else [(heads.view(-1), heads[group.rank])]
+    slices.append((flat.view(torch.uint8), mine.view(torch.uint8)))
+    return [*before, *group.gather_slices(slices, about)]
 
 
 def next_tag(lane: RankGroup) -> int:

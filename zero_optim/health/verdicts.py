@@ -107,8 +107,7 @@ class Verdicts:
             self.judge_step(works)
         if seconds >= _long(work) and not work.is_warned:
             work.is_warned = True
-            is_odd = seconds >= _LONG and work.phase.timeout is None
-            self._complain_beside(works, self._complaint("odd" if is_odd else "slow", work, seconds))
+            self._complain_beside(works, self._complaint(_kind(work), work, seconds))
 
     def has_failure(self) -> bool:
         """Return whether a step here raised, and other ranks have not heard of it."""
@@ -149,7 +148,7 @@ class Verdicts:
             self._telling.add(ranks)
         yield asdict(self._status(ranks))
         if "looks" in question:
-            self._note_look(ranks)
+            self._note_look(ranks, question["looks"])
         if "complaint" in question:
             self._complain(ranks, Complaint(*question["complaint"]))
             yield {"settled": _as_json(self.log.verdicts.get(ranks))}
@@ -162,17 +161,20 @@ class Verdicts:
         if verdict is not None:
             _beside(lambda: self._act(ranks, verdict))
 
-    def _note_look(self, ranks: tuple[int, ...]) -> None:
-        # Ranks that wait for the same complain once, though not at the same moment.
-        for work in self.log.waits():
-            since = work.waiting_since
-            if since is not None and work.group.whole == ranks:
-                work.is_warned |= time.monotonic() - since >= _NEARLY * _long(work)
-
-    def _status(self, ranks: tuple[int, ...], work: Work | None = None) -> Status:
+    def _waits(self, ranks: tuple[int, ...]) -> set[Work]:
         # A CPU that went on waits where its device does, whatever it is in.
         late = [works.outstanding for works in list(self.log.groups.values()) if works.whole == ranks]
-        waits = {each for each in (*self.log.waits(), *late, work) if each is not None}
+        return {*self.log.waits(), *(each for each in late if each is not None)}
+
+    def _note_look(self, ranks: tuple[int, ...], kind: str) -> None:
+        # Ranks that wait for the same complain once, though not at the same moment.
+        for work in self._waits(ranks):
+            if work.group.whole == ranks and kind == _kind(work):
+                seconds = time.monotonic() - (work.waiting_since or work.started)
+                work.is_warned |= seconds >= _NEARLY * _long(work)
+
+    def _status(self, ranks: tuple[int, ...], work: Work | None = None) -> Status:
+        waits = self._waits(ranks) | ({work} if work is not None else set())
         step = self.log.steps.get(ranks, NO_STEP)
         return Status.of(ranks, waits, self.log.activity, self.log.verdicts.get(ranks), step)
 
@@ -227,7 +229,7 @@ class Verdicts:
         """Ask all ranks, and give up if it is due; or complain to a lower rank, if one answers now."""
         began = time.monotonic()
         while ranks not in self.log.verdicts and self._directory.is_current():
-            question = {"ranks": to_runs(ranks), "looks": True}
+            question = {"ranks": to_runs(ranks), "looks": complaint.kind}
             reports = _reports(self._directory.ask_all(ranks, question))
             lowest = min((place for place, what in reports.items() if isinstance(what, Status)), default=me)
             if lowest < me and self._pass_up(ranks, lowest, complaint):
@@ -284,6 +286,10 @@ class Verdicts:
 
 def _long(work: Work) -> float:
     return min(_LONG, work.timeout / 2)
+
+
+def _kind(work: Work) -> str:
+    return "odd" if work.phase.timeout is None and _long(work) >= _LONG else "slow"
 
 
 def _verdict_of(

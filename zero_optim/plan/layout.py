@@ -57,6 +57,7 @@ class Layout:
 
     numels: tuple[int, ...]
     rows: tuple[Row, ...]
+    padding: int = 0  # elements behind all rows
 
     def __post_init__(self) -> None:
         """Check the layout."""
@@ -106,7 +107,7 @@ class Layout:
     @property
     def numel(self) -> int:
         """Elements of the flat tensor with padding."""
-        return self.rows[-1].stop if self.rows else 0
+        return self.padding + (self.rows[-1].stop if self.rows else 0)
 
     def offsets(self) -> list[int]:
         """Return each parameter's offset in the flat tensor."""

@@ -16,6 +16,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from zero_optim.comm.slices import Slices
 from zero_optim.compat import private
 from zero_optim.compat.memory import give_back_pages, is_seen_by_others, seen_outside
 from zero_optim.flow.flow import Flow
@@ -123,12 +124,13 @@ class Bucket:
         rank: int,
         label: str = "",
         *,
+        slices: Slices | None = None,  # in which it is gathered; None if owners broadcast rows
         dtype: torch.dtype | None = None,  # of the flat tensor; None for that of the parameters
         as_views: bool = True,  # moves the parameters into the flat tensor if they can be; ranks may differ
         shared: Collection[int] = (),  # ids of those that stay where they are
     ) -> None:
         self.params = params
-        self.layout = layout
+        self.layout, self.slices = layout, slices
         self.rank = rank
         self.label = label  # names it in messages
         self.forms = list(map(Form.of, params))
@@ -152,7 +154,7 @@ class Bucket:
 
     def __reduce__(self) -> tuple[Callable[..., "Bucket"], tuple[list[Tensor], Layout, int, str]]:
         """Copy and pickle as a new bucket of the copied parameters."""
-        make = partial(_again, as_views=self.is_in_place)
+        make = partial(_again, slices=self.slices, as_views=self.is_in_place)
         return make, (self.params, self.layout, self.rank, self.label)
 
     def run_by(self, recipe: Schedule) -> None:
@@ -230,8 +232,11 @@ class Bucket:
             private.foreach_copy_(*((params, places) if into_params else (places, params)))
 
 
-def _again(params: list[Tensor], layout: Layout, rank: int, label: str, *, as_views: bool) -> Bucket:
-    return Bucket(params, layout, rank, label, as_views=as_views, shared=shared_params(params))
+def _again(
+    params: list[Tensor], layout: Layout, rank: int, label: str, *, slices: Slices | None, as_views: bool
+) -> Bucket:
+    shared = shared_params(params)
+    return Bucket(params, layout, rank, label, slices=slices, as_views=as_views, shared=shared)
 
 
 def rows_in(flat: Tensor, layout: Layout) -> list[tuple[int, Tensor]]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
-from zero_optim.comm.sending import spread_rows
+from zero_optim.comm.sending import gather_slices, spread_rows
 from zero_optim.flow.pending import Pending, Waitable
 from zero_optim.health.stamp import Arrival, Header
 from zero_optim.health.unit_stamps import Purpose, UnitStamps
@@ -40,10 +40,13 @@ def start_gather(
     """Start the gather of a bucket, owner r on lane r modulo their number. Until ``wait()`` nobody writes."""
     flat = bucket.fill()
     heads = None if header is None else header.written(lanes[0].size, lanes[0].rank, bucket.device)
-    works, rows = list[Waitable](), bucket.rows(flat)
-    for number, lane in enumerate(lanes):
-        some = rows if len(lanes) == 1 else [row for row in rows if row[0] % len(lanes) == number]
-        works += lane.broadcast_rows(some, bucket.label, None if number else heads)
+    if bucket.slices is not None:
+        works = gather_slices(lanes[0], flat, bucket.slices, bucket.label, heads)
+    else:
+        works, rows = list[Waitable](), bucket.rows(flat)
+        for number, lane in enumerate(lanes):
+            some = rows if len(lanes) == 1 else [row for row in rows if row[0] % len(lanes) == number]
+            works += lane.broadcast_rows(some, bucket.label, None if number else heads)
 
     def end(_: object) -> None:
         bucket.receive(flat, changed)

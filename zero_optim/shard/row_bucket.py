@@ -22,6 +22,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from zero_optim.comm.slices import Slices
 from zero_optim.compat import private
 from zero_optim.compat.streams import record_use
 from zero_optim.flow.flow import Flow
@@ -79,11 +80,12 @@ class RowBucket(Uncopied, Bucket):
         rank: int,
         label: str = "",
         *,
+        slices: Slices | None = None,
         dtype: torch.dtype | None = None,  # of the flat tensor and whole parameters
         storage: RowStorage | None = None,
     ) -> None:
         # The parameters have the compute dtype already where another bucket held them.
-        super().__init__(params, layout, rank, label, dtype=dtype, as_views=False)
+        super().__init__(params, layout, rank, label, slices=slices, dtype=dtype, as_views=False)
         row_dtype = kept_dtype(params[0])
         self._storage = RowStorage() if storage is None else storage
         self._memory = UnitMemory(layout.numel, self.dtype, self.device)

@@ -1,12 +1,14 @@
 """Where ranks keep parameters of which they hold rows; makes a plan's buckets. No communication."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.slices import Slices
+from zero_optim.plan.layout import Layout
 from zero_optim.plan.plan import Plan
 from zero_optim.shard.bucket import Bucket, shared_params
 from zero_optim.shard.row_bucket import RowBucket
@@ -35,6 +37,14 @@ class BucketMaker:
         self._as_views = as_views
         self._prepared: dict[Tensor, RowBucket] | None = None  # of the next plan, by first parameter
 
+    def _sliced(self, group: RankGroup, layout: Layout, device: torch.device) -> tuple[Layout, Slices | None]:
+        """Pad a layout whose rows are gathered as equal slices, and return these."""
+        rows = {row.owner: row.stop - row.start for row in layout.rows if row.stop > row.start}
+        if not group.transport(device).sends_slices(len(rows)):
+            return layout, None
+        slices = Slices(group.rank, tuple(rows.get(rank, 0) for rank in range(group.size)))
+        return replace(layout, padding=slices.slice * group.size - slices.total), slices
+
     def make_rows(
         self, group: RankGroup, params: Sequence[Tensor], plan: Plan, former: Iterable[RowBucket] = ()
     ) -> list[RowBucket]:
@@ -47,10 +57,13 @@ class BucketMaker:
             if first not in store.params:
                 continue
             bucket = there.get(first)
+            layout, slices = self._sliced(group, planned.layout, first.device)
             ids = list(map(id, members))
-            if bucket is None or bucket.layout != planned.layout or list(map(id, bucket.params)) != ids:
+            if bucket is None or bucket.layout != layout or list(map(id, bucket.params)) != ids:
                 dtype = store.compute_dtypes.get(first)
-                bucket = RowBucket(members, planned.layout, group.rank, dtype=dtype, storage=store.rows)
+                bucket = RowBucket(
+                    members, layout, group.rank, slices=slices, dtype=dtype, storage=store.rows
+                )
             rows[first] = bucket
         self._prepared = rows
         return list(rows.values())
@@ -70,7 +83,10 @@ class BucketMaker:
             members = [params[index] for index in planned.params]
             bucket: Bucket | None = rows.get(members[0])
             if bucket is None:
-                bucket = Bucket(members, planned.layout, group.rank, as_views=self._as_views, shared=shared)
+                layout, slices = self._sliced(group, planned.layout, members[0].device)
+                bucket = Bucket(
+                    members, layout, group.rank, slices=slices, as_views=self._as_views, shared=shared
+                )
             bucket.label = label
             buckets.append(bucket)
         return buckets

@@ -13,9 +13,15 @@ class WideBucket(Bucket):
     """The same bucket in the owners' dtype, gathered beside its parameters for a state dict or a load."""
 
     def __init__(self, bucket: RowBucket) -> None:
-        label = f"{bucket.label}, as owners keep it"
-        kept = bucket.row.dtype
-        super().__init__(bucket.params, bucket.layout, bucket.rank, label, dtype=kept, as_views=False)
+        super().__init__(
+            bucket.params,
+            bucket.layout,
+            bucket.rank,
+            f"{bucket.label}, as owners keep it",
+            slices=bucket.slices,
+            dtype=bucket.row.dtype,
+            as_views=False,
+        )
         self.schedule = bucket.schedule
         self.values: dict[Tensor, Tensor] = {}
         self.needs_gather = True

@@ -41,6 +41,7 @@ def build(
     with failing_together(everyone):
         with failing_together(group):
             options.check_flags()
+            options.check_arguments(default)
             groups = GroupReader(params).param_groups
             every = params_of(groups)
             held = held_among(list(zip(short_names(groups), every, strict=True)), group)

@@ -31,6 +31,8 @@ def whole_state(core: Core) -> dict[Any, Any]:
         return held.whole_state(core)
     if core.snapshot.untouched:
         return core.owned.local.initial_state(core.groups)
+    if core.ranks.size == 1 and core.snapshot.may_be_collected and not core.ranks.is_released:
+        consolidate(core, 0)  # which sends nothing
     whole = core.snapshot.get(core.ranks.rank)
     return {params[key] if isinstance(key, int) else key: value for key, value in whole.items()}
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any
 
 import torch
@@ -53,6 +55,21 @@ class ShardingOptions:
         names = self.own_options
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"expected own_options to be names of options, such as ('lr',), got {names!r}")
+
+    def check_arguments(self, spec: OptimizerSpec) -> None:
+        """Raise TypeError for an argument that the class lacks, if an option has nearly its name."""
+        try:
+            known = signature(spec.optimizer_class).parameters
+        except (TypeError, ValueError):  # of C
+            return
+        for name in spec.arguments:
+            near = get_close_matches(name, [option.name for option in fields(self)], 1, 0.75)
+            if (
+                near
+                and name not in known
+                and all(each.kind is not each.VAR_KEYWORD for each in known.values())
+            ):
+                raise TypeError(f"{spec.name} takes no argument '{name}': did you mean {near[0]}?")
 
     def check_rows(self) -> None:
         """Refuse options that parameters kept as rows do not support."""

@@ -45,6 +45,11 @@ class Snapshot:
         """Drop the whole state, which is no longer known; of a new optimizer: Note [Steps that are none]."""
         self.untouched, self._whole, self._was_new = False, None, is_new
 
+    @property
+    def may_be_collected(self) -> bool:
+        """Whether the whole state is absent, and not because the optimizer is new."""
+        return self._whole is None and not self._was_new
+
     def get(self, rank: int) -> dict[Any, Any]:
         """Return the whole state, in new containers; NotConsolidatedError if absent or outdated."""
         if self._whole is None:
@@ -61,7 +66,8 @@ class Snapshot:
                     f"{call} again"
                 )
             raise NotConsolidatedError(
-                f"rank {rank} holds only its own part of the state: {call} first. For Accelerate and others, "
-                "which ask for it themselves, zero_optim.integrations has classes and callbacks that do"
+                f"the state is on its owners, and rank {rank} has not collected it: {call} first. For "
+                "Accelerate and others, which ask for it themselves, zero_optim.integrations has classes and "
+                "callbacks that do"
             )
         return {key: dict(value) if isinstance(value, dict) else value for key, value in self._whole.items()}

@@ -17,7 +17,9 @@ from operator import is_
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from zero_optim.comm.agreement import agree, check_flags, one_error
@@ -97,30 +99,31 @@ class NormSlots:
             for piece in owners:
                 owned[piece.owner].append(index)
         self.num = max(map(len, owned))
-        self.own = [
-            (index, pieces[index][0].owner == rank) for index in owned[rank]
-        ]  # and whether it is first
-        self._params = torch.tensor(
-            [[*indices, *[0] * (self.num - len(indices))] for indices in owned], device="cpu"
-        ).flatten()
-        self._known: tuple[Tensor, list[int], Tensor] | None = None
+        # With whether this rank is the parameter's first owner.
+        self.own = [(index, pieces[index][0].owner == rank) for index in owned[rank]]
+        rows = [[*indices, *[0] * (self.num - len(indices))] for indices in owned]
+        self._params = np.array(rows, dtype=np.int64).reshape(-1)
+        self._known: tuple[bytes, list[int], Tensor] | None = None
 
     def are_of(self, pieces: Sequence[Pieces]) -> bool:
         """Whether these are the slots of such pieces."""
         return len(pieces) == len(self.pieces) and all(map(is_, pieces, self.pieces))
 
-    def of_present(self, present: Tensor) -> tuple[list[int], Tensor]:
-        """Return the parameters with a gradient, and a row of slots for each, of equal length: -1 is none.
+    def of_present(self, present: NDArray[np.uint8]) -> tuple[list[int], Tensor]:
+        """Return the parameters with a gradient, and a row of places for each, of equal length: -1 is none.
 
-        ``present``: 1-D bool, of each slot. Slots are in the order of ranks, which is that of rows.
+        ``present``: of each rank and slot. A rank sends the norms of those with a gradient one behind the
+        other. Places are in the order of ranks, which is that of rows.
         """
-        if self._known is None or not torch.equal(self._known[0], present):
-            slots = present.nonzero().flatten()
-            order = torch.argsort(self._params[slots], stable=True)
-            params, counts = torch.unique_consecutive(self._params[slots][order], return_counts=True)
-            rows = torch.full((len(params), int(counts.max()) if len(params) else 0), -1, device="cpu")
-            rows[torch.arange(rows.shape[1], device="cpu") < counts[:, None]] = slots[order]
-            self._known = present, params.tolist(), rows
+        key = present.tobytes()
+        if self._known is None or self._known[0] != key:
+            slots = present.reshape(-1).nonzero()[0]
+            behind = present.cumsum(1, dtype=np.int64) - 1 + np.arange(len(present))[:, None] * self.num
+            order = self._params[slots].argsort(kind="stable")
+            params, counts = np.unique(self._params[slots], return_counts=True)
+            places = np.full((len(params), counts.max(initial=0)), -1)
+            places[np.arange(places.shape[1]) < counts[:, None]] = behind.reshape(-1)[slots[order]]
+            self._known = key, params.tolist(), torch.from_numpy(places)
         return self._known[1], self._known[2]
 
 
@@ -172,12 +175,12 @@ def _global_norm(
         failure = error
     has_grad = [norms is not None and grad is not None for grad in grads]
     known, values = _exchanged(group, heading, has_grad, norms, slots.num, device)
-    headings, are_present = known[:, :_HEADING_NBYTES], known[:, _HEADING_NBYTES:].bool()
+    headings = known[:, :_HEADING_NBYTES]
     if headings[:, 0].any():
         raise one_error(group, failure)
-    if not torch.equal(headings, headings[:1].expand_as(headings)):
+    if (headings != headings[0]).any():
         agree(group, [str(arguments)], "the arguments of clip_grad_norm_")
-    measured, places = slots.of_present(are_present.flatten())
+    measured, places = slots.of_present(known[:, _HEADING_NBYTES:])
     goes_to = None if _sends_beside(group, device) else device
     return _total([params[index] for index in measured], places, values.flatten(), order, goes_to)
 
@@ -209,21 +212,22 @@ def _exchanged(
     norms: Tensor | None,
     num_slots: int,
     device: torch.device,
-) -> tuple[Tensor, Tensor]:
-    """Gather all ranks' heading and bytes, uint8 on the CPU, and norms, float64; a row for each rank."""
+) -> tuple[NDArray[np.uint8], Tensor]:
+    """Gather all ranks' heading and bytes, and norms, float64; a row for each rank."""
     start = _HEADING_NBYTES + num_slots
-    known = bytes_to_tensor(heading.ljust(_HEADING_NBYTES, b"\0") + bytes(has_grad).ljust(num_slots, b"\0"))
+    known = heading.ljust(_HEADING_NBYTES, b"\0") + bytes(has_grad).ljust(num_slots, b"\0")
     place = device if _sends_beside(group, device) else group.device
     mine = torch.zeros(num_slots, dtype=torch.float64, device=place)
     if norms is not None:
         mine[: norms.numel()] = brought_to(norms, place)
     if _sends_beside(group, device):
-        payloads = group.all_gather_fixed(tensor_to_bytes(known))
+        octets = b"".join(group.all_gather_fixed(known))
         values = group.all_gather_rows(mine.view(torch.uint8)).view(torch.float64)
-        return bytes_to_tensor(b"".join(payloads)).view(-1, start), values
-    parts = [to_device(known, group.device), mine.view(torch.uint8)]
-    rows = group.read(HostCopy(group.all_gather_rows(torch.cat(parts))))
-    return rows[:, :start], rows[:, start:].clone().view(torch.float64)
+    else:
+        parts = [to_device(bytes_to_tensor(known), group.device), mine.view(torch.uint8)]
+        rows = group.read(HostCopy(group.all_gather_rows(torch.cat(parts))))
+        octets, values = tensor_to_bytes(rows[:, :start]), rows[:, start:].clone().view(torch.float64)
+    return np.frombuffer(octets, dtype=np.uint8).reshape(-1, start), values
 
 
 def _sends_beside(group: RankGroup, device: torch.device) -> bool:

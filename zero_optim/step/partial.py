@@ -133,11 +133,15 @@ class PartialGradient(Tensor):
             param.grad = None
 
     def _refuse(self, operator: str) -> NoReturn:
+        first = (
+            "Convert or move the model first, then build the optimizer. " if operator == "_to_copy" else ""
+        )
         raise RuntimeError(
             f"{operator} of the gradient of {self._name} needs elements that this rank does not have: "
-            f"gradients are sharded, and this one is {owned_by_text(self._pieces)}. To clip, all ranks call "
-            "optimizer.clip_grad_norm_(), in the place of torch.nn.utils.clip_grad_norm_(). To add several "
-            "passes up leave that to ShardedDataParallel(accumulate=...); after a pass that a hook has "
+            f"gradients are sharded, and this one is {owned_by_text(self._pieces)}. {first}To clip, all "
+            "ranks call optimizer.clip_grad_norm_(), in the place of torch.nn.utils.clip_grad_norm_(); it "
+            "returns the norm to log, and changes nothing with max_norm=math.inf. To add several passes up "
+            "leave that to ShardedDataParallel(accumulate=...); after a pass that a hook has "
             "reduced to owners (reduce_to_owners, zero_step), call zero_grad() before the next one. The rows "
             'of this rank are in ".piece"; optimizer.owned_parameters() are those of which there are any'
         )

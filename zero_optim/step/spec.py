@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, TypeAlias
 
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from zero_optim.plan.description import describe
@@ -39,7 +41,8 @@ class OptimizerSpec:
 
     def describe(self) -> str:
         """Describe the class and its arguments, to compare ranks; TypeError if not callable."""
-        if not callable(self.optimizer_class):
+        given: object = self.optimizer_class
+        if not callable(given) or isinstance(given, Module):
             raise TypeError(
                 "expected optimizer_class to be a class such as torch.optim.AdamW, or a function that builds "
                 f"an optimizer from groups, got {_shown(self.optimizer_class)}"
@@ -82,4 +85,6 @@ def _shown(value: object) -> str:
     if isinstance(value, Optimizer):
         name = type(value).__name__
         return f"an optimizer, {name}: give the class, {name}, and its options by name"
+    if isinstance(value, Module | ModuleType):
+        return f"a module, {getattr(value, '__name__', type(value).__name__)}"
     return f"{type(value).__name__}: {value!r}"
