@@ -44,8 +44,7 @@ def exchange(
     exchanges with different tags may start in any order. ``lanes``: groups of the same ranks, one a sender,
     as one gloo group is not reliably full duplex.
     """
-    lane, device = lanes[0], sent.device
-    rank, others = lane.rank, [rank for rank in range(lane.size) if rank != lane.rank]
+    lane, device, size, rank = lanes[0], sent.device, sent.element_size(), lanes[0].rank
     work = lane.begin_work(about, device)
     with work.starting():
         if lane.transport(device).sends_pairs:
@@ -53,18 +52,30 @@ def exchange(
             if came[rank]:
                 arrivals[rank].copy_(parts[rank])
             _count_as_one(lane, lanes)
-            sends, receives = ([(rank, of[rank]) for rank in others] for of in (parts, arrivals))
+            others = [other for other in range(lane.size) if other != rank]
+            sends, receives = ([(other, of[other]) for other in others] for of in (parts, arrivals))
             handle: Waitable = _start_paired(lane, sends, receives, lanes, tag)
         else:  # as bytes, because no backend knows every dtype
-            there, back = ([length * sent.element_size() for length in of] for of in (sizes, came))
+            there, back = ([length * size for length in of] for of in (sizes, came))
             into, parcel = received.view(torch.uint8), sent.view(torch.uint8)
             started = dist.all_to_all_single(
                 into, parcel, back, there, group=lane.process_group, async_op=True
             )
             assert started is not None  # async_op=True on a member always returns a handle
             handle = started
-    lane.phase.sent(sent.element_size() * (sum(sizes) - sizes[rank]))
+    lane.phase.sent(size * (sum(sizes) - sizes[rank]))
     return work.take(handle)
+
+
+def gather_heads(lanes: Lanes, heads: Tensor, about: str) -> list[Waitable]:
+    """Start to gather a short row of each rank by sends where an all-gather is slower, else nothing.
+
+    So it is on gloo through sockets: 20 to 50 us on two ranks, where an all-gather takes 130.
+    """
+    group, device = lanes[0], heads.device
+    if not group.transport(device).waits_on_host or group.shared_memory(device) is not None:
+        return []
+    return [_spread(lanes, list(enumerate(heads.unbind())), _OF_HEADS, about)]
 
 
 def gather_slices(

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
-from zero_optim.comm.sending import gather_slices, spread_rows
-from zero_optim.flow.pending import Pending, Waitable
+from zero_optim.comm.sending import gather_heads, gather_slices, spread_rows
+from zero_optim.flow.pending import Pending
 from zero_optim.health.stamp import Arrival, Header
 from zero_optim.health.unit_stamps import Purpose, UnitStamps
 from zero_optim.shard.bucket import Bucket
@@ -40,13 +40,15 @@ def start_gather(
     """Start the gather of a bucket, owner r on lane r modulo their number. Until ``wait()`` nobody writes."""
     flat = bucket.fill()
     heads = None if header is None else header.written(lanes[0].size, lanes[0].rank, bucket.device)
+    works = [] if heads is None else gather_heads(lanes, heads, bucket.label)
+    beside = None if works else heads  # in one message or launch with the rows
     if bucket.slices is not None:
-        works = gather_slices(lanes[0], flat, bucket.slices, bucket.label, heads)
+        works += gather_slices(lanes[0], flat, bucket.slices, bucket.label, beside)
     else:
-        works, rows = list[Waitable](), bucket.rows(flat)
+        rows = bucket.rows(flat)
         for number, lane in enumerate(lanes):
             some = rows if len(lanes) == 1 else [row for row in rows if row[0] % len(lanes) == number]
-            works += lane.broadcast_rows(some, bucket.label, None if number else heads)
+            works += lane.broadcast_rows(some, bucket.label, None if number else beside)
 
     def end(_: object) -> None:
         bucket.receive(flat, changed)
@@ -59,7 +61,7 @@ def start_gather(
 def start_header(lane: RankGroup, header: Header, device: torch.device) -> Pending[None]:
     """Start the gather of a header alone; all ranks call."""
     heads = header.written(lane.size, lane.rank, device)
-    works = lane.broadcast_rows([], "stamps", heads)
+    works = gather_heads([lane], heads, "stamps") or lane.broadcast_rows([], "stamps", heads)
     return Pending(works, lambda _: header.take(Arrival(heads, header.mine)), [heads])
 
 
