@@ -183,39 +183,28 @@ def scale(used: list[Record]) -> Rows:
 
     Models are narrower, and sizes in bytes smaller by as much, so plans are those of the full models.
     Launches are operators that would start a kernel or a copy, divided by those of training without ranks.
-    Received: bytes of a reduction that live at once, in buckets of the largest size. Launches, construction
-    (CPU seconds) and received are those on 1,024 ranks.
+    CPU: on 8 ranks, and on 1,024. Built in: CPU seconds. Received: bytes of a reduction that live at once, in
+    buckets of the largest size. Where counts on 1,024 ranks are missing, other columns are those on 8.
     """
     results = newest("scale", used)
+    sizes = ("8", "64", "1024", "16384")
     yield [
         "",
-        "collectives: W=8",
-        "64",
-        "1,024",
-        "16,384",
+        *(f"collectives, W={int(size):,}" for size in sizes),
         "launches",
-        "CPU, ms: W=8",
-        "1,024",
+        "CPU, ms",
         "built in, s",
         "received",
     ]
     for model, run in results.items():
         ranks: dict[str, Any] = run["ranks"]
-        few, many = ranks["8"], ranks["1024"]
-        for name, of in few.items():
-            counts = [
-                f"{ranks[size][name]['collectives']:,}" if size in ranks else ""
-                for size in ("8", "64", "1024", "16384")
-            ]
-            launches = f"{many[name]['launches'] / many['plain']['launches']:.2f}"
-            times = [f"{each[name]['cpu_ms']:.0f}" for each in (few, many)]
-            built = f"{many[name]['construction_cpu_s']:.2f}"
-            received = (
-                f"{many[name]['received_nbytes'] / of['largest_nbytes']:.1f}"
-                if "largest_nbytes" in of
-                else ""
-            )
-            yield [f"{model}, {name}", *counts, launches, *times, built, received]
+        last = next(size for size in ("1024", "64", "8") if size in ranks)
+        for name, of in ranks[last].items():
+            counts = [f"{ranks[size][name]['collectives']:,}" if size in ranks else "" for size in sizes]
+            times = f"{ranks['8'][name]['cpu_ms']:.0f} to {of['cpu_ms']:.0f}"
+            received = f"{of['received_nbytes'] / of['largest_nbytes']:.1f}" if "buckets" in of else ""
+            figures = [f"{of['launches'] / ranks[last]['plain']['launches']:.2f}", times]
+            yield [f"{model}, {name}", *counts, *figures, f"{of['construction_cpu_s']:.2f}", received]
 
 
 def section(rows_of: Callable[[list[Record]], Rows]) -> str:

@@ -19,7 +19,7 @@ Note [Sums apart]
     `report`), so each sum is added at once: behind a pass that failed call ``zero_grad()``.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -83,7 +83,7 @@ class OwnerBucket(ReducerBucket):
             for start, row in zip(starts, rows, strict=False)
             for extent in row.extents
         )
-        for place, extent in enumerate(extents):
+        for place, extent in enumerate(_joined(extents)):
             self._cells[extent.param].append((place, extent))
         self._filling = _Filling()
 
@@ -241,3 +241,19 @@ class OwnerBucket(ReducerBucket):
             self.pending = []
         if self.is_sparse:
             super().take_one(0, 1.0)  # no gradient
+
+
+def _joined(extents: Iterable[Extent]) -> list[Extent]:
+    """Join the pieces of a parameter that adjoin in the flat tensor, as those of following ranks do."""
+    joined: list[Extent] = []
+    for extent in extents:
+        last = joined[-1] if joined else None
+        if last is not None and (last.param, last.stop, last.end) == (
+            extent.param,
+            extent.start,
+            extent.offset,
+        ):
+            joined[-1] = last._replace(stop=extent.stop)
+        else:
+            joined.append(extent)
+    return joined
