@@ -6,7 +6,7 @@ always one; it has number 0.
 
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from torch import Tensor, nn
 
@@ -46,7 +46,7 @@ def choose_units(model: nn.Module, units: Units) -> UnitChoice:
     elif isinstance(units, nn.ModuleDict):
         unit_modules = set(units.values())
     elif isinstance(units, Iterable):  # ModuleList and Sequential too
-        unit_modules = _listed([units] if isinstance(units, str) else units, name_of)
+        unit_modules = _listed(units if not isinstance(cast("object", units), str) else [units], name_of)
     elif isinstance(units, nn.Module):
         raise TypeError(f"expected units to be modules, got one, {type(units).__name__}: put it in a list")
     else:

@@ -41,7 +41,7 @@ class OptimizerSpec:
 
     def describe(self) -> str:
         """Describe the class and its arguments, to compare ranks; TypeError if not callable."""
-        if not callable(self.optimizer_class) or isinstance(self.optimizer_class, Module):
+        if isinstance(self.optimizer_class, Module) or not callable(self.optimizer_class):
             raise TypeError(
                 "expected optimizer_class to be a class such as torch.optim.AdamW, or a function that builds "
                 f"an optimizer from groups, got {_shown(self.optimizer_class)}"
