@@ -127,7 +127,9 @@ def _wrong_class(
                 is_known = makes or type(built.optimizer).__module__.startswith("torch.optim.")
                 if is_known and saved.isdisjoint(makes):
                     entries = ", ".join(sorted(saved))
-                    wrong.append((f"state that {built.spec.name} has not", f"{entries} of {name}"))
+                    wrong.append(
+                        ("state of another class", f"{name} has {entries}, which {built.spec.name} has not")
+                    )
             break  # one parameter of a group tells
     return wrong
 
