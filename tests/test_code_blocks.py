@@ -111,7 +111,6 @@ FACTORIES: dict[str, Callable[["Names"], Any]] = {
     "wrapped": lambda names: wrappers.FullyShardedDataParallel(names["model"], names["optimizer"]),
     "DistributedDataParallel": lambda _: wrappers.DistributedDataParallel,
     "FullyShardedDataParallel": lambda _: wrappers.FullyShardedDataParallel,
-    "wrapped": lambda names: wrappers.FullyShardedDataParallel(names["model"], names["optimizer"]),
     "zero_step": lambda _: zero_step,
     "rank": lambda _: dist.get_rank(),
     "step": lambda _: 1,
