@@ -10,12 +10,14 @@ Note [No split communicators]
 """
 
 import math
+import sys
 import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -240,5 +242,9 @@ def register_with_pytorch(kind: type) -> None:
             from torch.distributed.optim import ZeroRedundancyOptimizer
         except ImportError:  # built without distributed optimizers
             return
+    for each in vars(sys.modules[ZeroRedundancyOptimizer.__module__]).values():
+        if isinstance(each, FunctionType) and each.__defaults__:  # or they keep the default group for ever
+            found = (None if isinstance(given, dist.ProcessGroup) else given for given in each.__defaults__)
+            each.__defaults__ = tuple(found)
     if isinstance(ZeroRedundancyOptimizer, ABCMeta):
         ZeroRedundancyOptimizer.register(kind)
