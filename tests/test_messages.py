@@ -161,7 +161,7 @@ CALLS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "to() at stage 2": (lambda _: converting(sharding), (CONVERT,)),
     "to() at stage 3": (
         lambda _: converting(fully),
-        ("a fully sharded model cannot be converted or moved", "before it is wrapped, on all ranks alike"),
+        ("a fully sharded model cannot be converted or moved", "before it is wrapped, on all ranks"),
     ),
     "a module replaced under DDP": (
         lambda _: replacing(lambda given: DistributedDataParallel(given.model)),

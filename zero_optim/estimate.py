@@ -104,9 +104,9 @@ def estimate(  # noqa: PLR0913 - keyword-only
     moving, views = max(trained, default=0), gradient_as_bucket_view
     if stage == 2:
         full = max(sum(params[i].nbytes for i in b.params if params[i].requires_grad) for b in plan.buckets)
-        moving += ((2 if device == "cpu" else 3) * size - 1) * full // size
+        moving += (2 if device == "cpu" else 3) * full
     elif choice is not None and size > 1:
-        moving = _whole_units(choice, size)
+        moving = _whole_units(choice)
     for of in ranks:
         of.moving = moving if stage > 1 or views else 0
         if stage < 2:
@@ -169,16 +169,16 @@ def _add_state(
                 of.step = (of.step + step if trial.at_once else max(of.step, step)) + masters  # and gradients
 
 
-def _whole_units(choice: UnitChoice, size: int) -> int:
+def _whole_units(choice: UnitChoice) -> int:
     """Return the bytes of the most units that are whole, and of their gradients on the way to owners."""
     names, nbytes, sent = choice.names, [0] * len(choice.names), [0] * len(choice.names)
     for param, number in choice.unit_of.items():
         nbytes[number] += param.nbytes
-        sent[number] += param.nbytes * (size - 1) // size if param.requires_grad else 0
+        sent[number] += param.nbytes if param.requires_grad else 0
 
     most = 0
     for number, name in enumerate(names):
         around = [i for i in range(number) if name.startswith(names[i] and f"{names[i]}.")]
         whole = [number, *range(number + 1, len(names))[:1], *around]
         most = max(most, sum(nbytes[i] for i in whole) + sum(sent[i] for i in (number, number, *around)))
-    return most
+    return most + max(sent)  # what is received
