@@ -16,7 +16,6 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside
 from zero_optim.comm.row_sum import start_row_sum
-from zero_optim.comm.slices import Slices
 from zero_optim.compat.streams import (
     Event,
     Stream,
@@ -27,6 +26,7 @@ from zero_optim.compat.streams import (
 )
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
+from zero_optim.plan.slices import Slices
 
 Callback: TypeAlias = Callable[[Tensor], None]
 _Kind: TypeAlias = tuple[dist.ProcessGroup | None, torch.dtype, torch.device]  # of inputs sent together

@@ -16,7 +16,6 @@ from torch import Tensor
 from zero_optim.comm.agreement import agree
 from zero_optim.comm.collectives import RELEASED
 from zero_optim.comm.lanes import Lease, lanes_for_rows
-from zero_optim.comm.slices import Slices
 from zero_optim.compat import autograd, private
 from zero_optim.compat.streams import HostCopy, StreamBeside, future_on, record_use, to_device
 from zero_optim.ddp.owners.owner_gradients import Owners
@@ -27,6 +26,7 @@ from zero_optim.iteration.joins import NO_JOIN
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.plan.groups import param_names
 from zero_optim.plan.layout import Span, spans_of
+from zero_optim.plan.slices import Slices
 from zero_optim.step.partial import Agree, PartialGradient
 
 _NO_OWNER = (

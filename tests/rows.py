@@ -8,8 +8,8 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.row_sum import start_row_sum
 from zero_optim.comm.sending import Lanes
-from zero_optim.comm.slices import Slices
 from zero_optim.flow.pending import Pending
+from zero_optim.plan.slices import Slices
 
 
 def start_sum_of(

@@ -23,9 +23,9 @@ from zero_optim.comm import row_sum
 from zero_optim.comm.backends import TRANSPORTS
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
-from zero_optim.comm.slices import Slices
 from zero_optim.ddp import ShardedDataParallel
 from zero_optim.hooks import reduce_to_owners
+from zero_optim.plan.slices import Slices
 
 
 @contextlib.contextmanager

@@ -25,11 +25,11 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.comm.row_sum import start_row_sum
 from zero_optim.comm.sending import spread_rows
-from zero_optim.comm.slices import Slices
 from zero_optim.comm.traffic import Phase
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
 from zero_optim.host.several_hosts import SeveralHosts
+from zero_optim.plan.slices import Slices
 
 CPU = torch.device("cpu")
 

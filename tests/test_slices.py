@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zero_optim.comm.slices import UNIT, Slices
+from zero_optim.plan.slices import UNIT, Slices
 
 ROWS = [(0,), (5,), (4, 4), (3, 5), (0, 100, 0), (40, 0, 0), (17, 33, 1, 0, 7), (0, 0)]
 

@@ -16,8 +16,8 @@ from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
 from zero_optim.comm.backends import TRANSPORTS
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.sending import gather_slices
-from zero_optim.comm.slices import Slices
 from zero_optim.ddp import FullyShardedDataParallel, unsharded
+from zero_optim.plan.slices import Slices
 
 pytestmark = pytest.mark.on_sockets("rows go in one message there")
 SHAPES = {"one owner": [(40, 7)], "cut": [(64, 1024)], "ragged": [(33, 3), (5,), (129, 7), (64,), (7, 9, 2)]}

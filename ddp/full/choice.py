@@ -22,6 +22,9 @@ Units = (
 
 # With "auto" a unit has at least this part of the model's bytes, unless it is the outermost one.
 AUTO_PART = 1 / 32
+# But of a module with more than this many such parts in smaller modules, those are units that have at least
+# such a part of a part: a model of 64 equal layers would be one unit.
+AUTO_MOST = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,14 +110,20 @@ def _by_size(model: nn.Module, read_by: Container[nn.Module]) -> set[nn.Module]:
     unit_modules: set[nn.Module] = set()
     seen: set[Tensor] = set()
 
+    def may_be_one(module: nn.Module) -> bool:
+        return module is not model and _has_forward(module) and module not in read_by
+
     def visit(module: nn.Module) -> int:
         """Choose units in and below a module; return the bytes that are in none."""
         own = [param for param in module.parameters(recurse=False) if param not in seen]
         seen.update(own)
-        nbytes = sum(param.nbytes for param in own)
-        nbytes += sum(visit(child) for child in module.children())
-        may_be_one = module is not model and _has_forward(module) and module not in read_by
-        if nbytes >= least and nbytes and may_be_one:
+        parts = {child: visit(child) for child in module.children()}
+        nbytes = sum(param.nbytes for param in own) + sum(parts.values())
+        if nbytes > AUTO_MOST * least:  # of many small layers each is one
+            alone = [each for each, part in parts.items() if part >= least * AUTO_PART and may_be_one(each)]
+            unit_modules.update(alone)
+            nbytes -= sum(map(parts.__getitem__, alone))
+        if nbytes >= least and nbytes and may_be_one(module):
             unit_modules.add(module)
             return 0
         return nbytes

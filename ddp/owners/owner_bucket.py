@@ -26,13 +26,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from zero_optim.comm.slices import Slices
 from zero_optim.compat import private, streams
 from zero_optim.ddp.owners.owner_gradients import Owners
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.flow.pending import AfterEvent
 from zero_optim.plan.layout import Extent, Row, aligned, rows_apart, spans_of
 from zero_optim.plan.plan import ACCELERATOR_ALIGNMENT_NBYTES, ALIGNMENT_NBYTES
+from zero_optim.plan.slices import Slices
 from zero_optim.plan.strides import dense_strides, in_order_of_memory
 
 

@@ -23,10 +23,10 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.row_sum import ReceiveBuffer, start_in_stages
-from zero_optim.comm.slices import Slices
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
+from zero_optim.plan.slices import Slices
 
 _Stage: TypeAlias = Callable[[Tensor], Pending[Tensor]]  # takes the value of the stage before
 

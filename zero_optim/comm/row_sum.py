@@ -28,9 +28,9 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.sending import Lanes, exchange, next_tag
-from zero_optim.comm.slices import UNIT, Slices
 from zero_optim.compat.streams import Stream, current_stream, is_asynchronous, recorded_event
 from zero_optim.flow.pending import AfterEvent, Pending
+from zero_optim.plan.slices import UNIT, Slices
 
 _ADDED_AT_ONCE = 2**20  # elements that are added in float32
 _BAGGED_AT_ONCE = 2**24  # elements of all ranks that are float32 at a time

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.slices import Slices
 from zero_optim.comm.unended import SMALL, Paired
 from zero_optim.compat.autograd import coalesced, coalesces
 from zero_optim.compat.streams import HostCopy
 from zero_optim.flow.pending import Waitable
+from zero_optim.plan.slices import Slices
 
 Lanes = Sequence[RankGroup]
 Row = tuple[int, Tensor]  # 1-D, contiguous, and who sends it

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.records import OVERLAPPED_STEP
-from zero_optim.dtensor.bucket import HeldBucket, check_heads, head_of
+from zero_optim.dtensor.held_bucket import HeldBucket, check_heads, head_of
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import Moment, Operation

@@ -16,13 +16,13 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from zero_optim.comm.slices import Slices
 from zero_optim.compat import private
 from zero_optim.compat.memory import give_back_pages, is_seen_by_others, seen_outside
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.schedule import ZERO1, Schedule
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.pieces import Piece, is_whole
+from zero_optim.plan.slices import Slices
 from zero_optim.shard.places import Form, can_be_views, views_in, with_own_storages, zero_padding
 
 

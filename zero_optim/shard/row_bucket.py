@@ -22,13 +22,13 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from zero_optim.comm.slices import Slices
 from zero_optim.compat import private
 from zero_optim.compat.streams import record_use
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.schedule import ZERO3, Schedule
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.pieces import is_whole
+from zero_optim.plan.slices import Slices
 from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.places import FreedParams, zero_padding

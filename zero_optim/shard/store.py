@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.slices import Slices
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.plan import Plan
+from zero_optim.plan.slices import Slices
 from zero_optim.shard.bucket import Bucket, shared_params
 from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.row_storage import HostStorage, RowStorage

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import answering_together, failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.dtensor.bucket import HeldBucket, HeldLeaves, make_held_buckets
+from zero_optim.dtensor.held_bucket import HeldBucket, HeldLeaves, make_held_buckets
 from zero_optim.dtensor.placement import held_among, row_pieces
 from zero_optim.plan.groups import ParamGroup, params_of, short_names
 from zero_optim.plan.pieces import Piece

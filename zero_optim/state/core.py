@@ -18,7 +18,7 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import inner_tensors
 from zero_optim.comm.mesh import RankMesh
-from zero_optim.dtensor.bucket import HeldBucket
+from zero_optim.dtensor.held_bucket import HeldBucket
 from zero_optim.dtensor.placement import local_rows
 from zero_optim.health.stamps import Call
 from zero_optim.plan.groups import (

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from zero_optim.compat import private
 from zero_optim.compat.streams import is_asynchronous
-from zero_optim.dtensor.bucket import HeldLeaves
+from zero_optim.dtensor.held_bucket import HeldLeaves
 from zero_optim.errors import StateMismatchError
 from zero_optim.plan.pieces import Piece, Pieces, is_whole
 from zero_optim.plan.strides import kept_dtype

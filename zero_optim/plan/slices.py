@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 UNIT = 16  # elements; the length of a slice is a multiple of it, unless all rows are as long
 
@@ -62,7 +64,7 @@ class Slices:
         """Where this rank's row begins in the bucket."""
         return sum(self.rows[: self.rank])
 
-    def row(self, flat: Tensor) -> Tensor:
+    def row(self, flat: "Tensor") -> "Tensor":
         """Return this rank's row of a bucket."""
         return flat.narrow(0, self.first, self.rows[self.rank])
 
