@@ -142,7 +142,7 @@ def check_explained() -> str:
 def test_explain_tells_what_is_held_the_same_on_every_rank(ranks: Ranks) -> None:
     texts = ranks.run(check_explained)
     assert len(set(texts)) == 1
-    assert "broadcasts a step" in texts[0]
+    assert "collectives a step" in texts[0]
     assert "1 bfloat16 on cpu" in texts[0]
 
 

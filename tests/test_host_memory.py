@@ -146,7 +146,7 @@ def test_an_optimizer_tells_that_it_sends_through_memory() -> None:
         explanation = sharded(linear(), timeout=None).explain()
         through = "sockets (share_host_memory(False))" if in_memory is False else "memory"
         assert explanation.transport == through
-        assert f"broadcasts a step, through {through}" in str(explanation)
+        assert f"collectives a step, through {through}" in str(explanation)
 
 
 @on_ranks(3)

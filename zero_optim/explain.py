@@ -53,8 +53,8 @@ class Explanation:
             sizes = f"{r.param_nbytes / _MIB:13.2f}  {r.state_nbytes / _MIB:9.2f}  {r.cost:8.3g}"
             lines.append(f"{r.rank:4}  {r.num_params:10}  {r.numel:12,}  {sizes}")
         through = f", through {self.transport}" if self.transport else ""
-        broadcasts = f"{self.collectives_per_step} broadcasts a step{through}"
-        lines.append(f"balance: fullest rank / mean = {self.balance:.3f}; {broadcasts}")
+        collectives = f"{self.collectives_per_step} collectives a step{through}"
+        lines.append(f"balance: fullest rank / mean = {self.balance:.3f}; {collectives}")
         more = [f"and {len(self.cuts) - 20} more lines in `cuts`"] if len(self.cuts) > 20 else []
         return "\n".join([*lines, *self.buckets, *self.cuts[:20], *more, *self.traits])
 
