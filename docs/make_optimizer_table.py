@@ -32,7 +32,7 @@ ranks:
 
 ```python
 optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adafactor)  # raises if refused
-optimizer.explain()  # shows what trials of the class found
+print(optimizer.explain())  # shows what trials of the class found
 ```
 
 Made by `python docs/make_optimizer_table.py`, which runs the checks of tests/test_optimizers.py on two ranks,
