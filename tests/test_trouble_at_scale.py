@@ -43,7 +43,7 @@ def give_up(peers: Network) -> float:
     return peers.now - began
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_hundred_silent_ranks_of_very_many_are_named_in_ten_seconds() -> None:
     silent = sorted(random.Random(0).sample(range(HUGE), 100))
     with network(HUGE, silent) as peers:
@@ -88,7 +88,7 @@ def test_who_cannot_be_connected_to_is_named_where_nothing_else_is_known() -> No
         give_up(peers)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_wait_behind_one_slow_save_of_very_many_ranks_sends_little_and_warns_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
