@@ -211,7 +211,7 @@ class ZeroStep:
         if self._interleave or of.is_complete or autograd.has_computed_all():
             self._put_held(of)
         if joined and of.is_complete:  # there is no backward pass to end
-            self._end_joined(of)
+            autograd.after_pass(partial(self._end_joined, of))
         return done
 
     def _new_pass(self, joined: bool) -> SteppedPass:

@@ -19,7 +19,7 @@ from torch import Tensor
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.backends import as_lists
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.compat.autograd import in_backward
+from zero_optim.compat.autograd import in_backward, shadowed_pass
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassWithGraph, Phase, Reductions
@@ -342,6 +342,7 @@ class Reducer:
         self.divisor = None
         assignment = replace(self.assignment, buckets=[bucket.shadow() for bucket in self.assignment.buckets])
         current = self._new_pass(assignment, 1.0, in_join=True)
-        current.launch_zeros(self.history.last_order)
-        self._hand_out(current, defers=False)
+        with shadowed_pass():  # other ranks end theirs behind the report too
+            current.launch_zeros(self.history.last_order)
+            self._hand_out(current, defers=False)
         current.give_back(drops=False)

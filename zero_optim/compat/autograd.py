@@ -233,6 +233,30 @@ def coalesced(group: dist.ProcessGroup, device: torch.device) -> Iterator[list[d
         works.append(work)
 
 
+_passes: list[list[Callable[[], None]]] = []  # that a rank which has joined shadows
+
+
+@contextmanager
+def shadowed_pass() -> Iterator[None]:
+    """Call what the body gives to `after_pass` at the end, as autograd does in a backward pass."""
+    calls = list[Callable[[], None]]()
+    _passes.append(calls)
+    try:
+        yield
+    finally:
+        _passes.pop()
+        for call in calls:
+            call()
+
+
+def after_pass(call: Callable[[], None]) -> None:
+    """Call at the end of a shadowed pass; at once outside of one."""
+    if _passes:
+        _passes[-1].append(call)
+    else:
+        call()
+
+
 @cache  # once a process, and not on import: PyTorch's package brings its functional optimizers and sympy
 def register_with_pytorch(kind: type) -> None:
     """Register a class as PyTorch's ``ZeroRedundancyOptimizer``, for ``isinstance`` in public code."""
