@@ -104,7 +104,15 @@ def comes_in(path: Path, stage: int, dtype: torch.dtype, one: bool) -> None:
     engine.save_checkpoint(str(path / "theirs"), client_state={"epoch": 4})
 
     def convert() -> None:
-        args = ["reshard", str(path / "theirs"), str(path / "ours"), "--world-size", "2"]
+        args = [
+            "convert",
+            str(path / "theirs"),
+            str(path / "ours"),
+            "--to",
+            "zero-optim",
+            "--world-size",
+            "2",
+        ]
         assert cli.main(args) == 0
         to_universal(path / "theirs" / "global_step3", path / "universal")
         offline.reshard(path / "universal", path / "of-universal", 2)
