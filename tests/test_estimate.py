@@ -23,7 +23,7 @@ from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, Sh
 from zero_optim.estimate import estimate
 
 AdamW = torch.optim.AdamW
-SLOW = partial(pytest.param, marks=pytest.mark.slow)
+ALL = partial(pytest.param, marks=pytest.mark.exhaustive)
 NBYTES = ("parameters", "state", "ddp_buckets", "gradients", "rest", "peak")
 
 
@@ -120,7 +120,7 @@ def peak_of(stage: int, kind: type[nn.Module], options: dict[str, Any]) -> int:
 
 @pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
 @pytest.mark.parametrize("kind", [Deep, Nested])
-@pytest.mark.parametrize(("size", "stage"), [(2, 1), (2, 2), (2, 3), SLOW(4, 2), SLOW(4, 3)])
+@pytest.mark.parametrize(("size", "stage"), [(2, 1), (2, 2), (2, 3), ALL(4, 2), ALL(4, 3)])
 def test_the_peak_is_within_five_percent_of_what_is_measured(
     pool: Pool, size: int, stage: int, kind: type[nn.Module]
 ) -> None:
