@@ -34,7 +34,7 @@ times of two runs. A ratio between 0.9 and 1.1 counts as equal. W is the number 
 cores. "ZeRO" is `torch.distributed.optim.ZeroRedundancyOptimizer`. "View" is its
 `parameters_as_bucket_view=True`, or DDP's `gradient_as_bucket_view=True`. The GPT has 13.8 M parameters.
 
-Machine: {machine}. `calls.py`, `fsdp2_owners.py`, `mesh.py` and `watchdog.py` have no record yet.
+Machine: {machine}. `calls.py`, `mesh.py` and `watchdog.py` have no record yet.
 `make_picture.py` draws this:
 
 ![times of an iteration, ours and PyTorch's, over links and on one machine](iterations.png)
@@ -121,6 +121,22 @@ def fully_sharded(used: list[Record]) -> Rows:
         ratios = [f"{own / other:.2f}" if other else "" for other, own in pairs]
         memory_of = [f"{peaks[f'{who}, {mode}']['training'] / MIB:.0f}" for who in ("FSDP2", "ours")]
         yield [mode, *ratios, *memory_of]
+
+
+def fsdp2_owners(used: list[Record]) -> Rows:
+    """`optimizer.step()` on DTensors of FSDP2, divided by the faster of what others do.
+
+    They are: each rank gathers and steps all matrices, and PyTorch's class on the DTensors.
+    """
+    runs: dict[str, list[Record]] = {}
+    for run in newest("fsdp2_owners", used):
+        runs.setdefault(run["workload"], []).append(run["median_ms"])
+    yield ["workload", "all gather, ms: W=2", "W=4", "DTensors, ms: W=2", "W=4", "ours / faster: W=2", "W=4"]
+    for workload, pair in runs.items():
+        columns = ("all gather", "DTensors")
+        times = [f"{ms[each]:.3g}" if each in ms else "" for each in columns for ms in pair]
+        ratios = [f"{ms['owners'] / min(ms[each] for each in columns if each in ms):.2f}" for ms in pair]
+        yield [workload, *(times), *ratios]
 
 
 def memory(used: list[Record]) -> Rows:
@@ -221,7 +237,8 @@ def page() -> str:
     """Return the page that belongs to the records."""
     has = records_of("step")[-1]["machine"]
     machine = f"{has['cores']} CPU cores ({has['architecture']}, {has['system']}), Python {has['python']}"
-    tables = [step, reducer, overlap, fully_sharded, memory, muon, consolidate, checkpoint, partition, scale]
+    tables = [step, reducer, overlap, fully_sharded, fsdp2_owners, memory, muon, consolidate, checkpoint]
+    tables += [partition, scale]
     parts = [HEAD.format(machine=f"{machine}, PyTorch {has['torch']}"), *map(section, tables)]
     return "\n".join(parts)
 
