@@ -150,7 +150,18 @@ class LateWork(dist.Work):
         return self._future.done()
 
 
-class LateGroup(dist.ProcessGroup):
+class NamedGroup(dist.ProcessGroup):
+    """What PyTorch asks of every group."""
+
+    @property
+    def group_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to agree on: it counts from the first collective."""
+
+
+class LateGroup(NamedGroup):
     """A process group whose collectives run late."""
 
     def __init__(self, rank: int, size: int, gloo: Any, seed: str) -> None:
@@ -179,7 +190,7 @@ class LateGroup(dist.ProcessGroup):
         if self._line.random.random() < 0.5 or any(tensor.is_sparse for tensor in tensors):
             return self._issue(start, tensors)
         kept = [tensor.detach().clone() for tensor in tensors]
-        _poison(tensors)
+        poison(tensors)
 
         def restore() -> None:
             for tensor, value in zip(tensors, kept, strict=True):
@@ -191,7 +202,7 @@ class LateGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> LateWork:
         if opts.rootRank != self.rank():
-            _poison(tensors)
+            poison(tensors)
         return self._issue(lambda gloo=self._gloo: gloo.broadcast(tensors, opts), tensors)
 
     def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> LateWork:
@@ -209,20 +220,20 @@ class LateGroup(dist.ProcessGroup):
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> LateWork:
         opts = dist.AllgatherOptions() if opts is None else opts
         flat = [tensor for each in outputs for tensor in each]
-        _poison(flat)
+        poison(flat)
         return self._issue(lambda gloo=self._gloo: gloo.allgather(outputs, inputs, opts), flat)
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> LateWork:
         opts = dist.AllgatherOptions() if opts is None else opts
         kept = given.clone() if _overlap(output, given) else given
-        _poison([output])
+        poison([output])
         return self._issue(lambda gloo=self._gloo: gloo._allgather_base(output, kept, opts), [output])
 
     _allgather_base = all_gather_single  # its name before PyTorch 2.13
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> LateWork:
         own = self.rank()
-        _poison([tensor for rank, tensor in enumerate(outputs) if rank != own])
+        poison([tensor for rank, tensor in enumerate(outputs) if rank != own])
 
         def start(gloo: Any = self._gloo) -> Any:
             works = []
@@ -250,7 +261,7 @@ class LateGroup(dist.ProcessGroup):
         return self._issue(lambda gloo=self._gloo: gloo.send(tensors, target, tag), [])
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> LateWork:
-        _poison(tensors)
+        poison(tensors)
         return self._issue(lambda gloo=self._gloo: gloo.recv(tensors, source, tag), tensors)
 
     def barrier(self, opts: Any = None) -> LateWork:
@@ -262,13 +273,6 @@ class LateGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return NAME
 
-    @property
-    def group_name(self) -> str:
-        return dist.distributed_c10d._world.pg_names[self]
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Nothing to agree on: it counts from the first collective."""
-
     def _get_sequence_number_for_group(self) -> int:
         return self._line.num_issued
 
@@ -277,7 +281,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def _poison(tensors: Sequence[Tensor]) -> None:
+def poison(tensors: Sequence[Tensor]) -> None:
     """Fill tensors with NaN, or the byte of which NaN is made. ``data``: no version counter may notice."""
     for tensor in tensors:
         if tensor.is_floating_point() or tensor.is_complex():

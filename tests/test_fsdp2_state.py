@@ -32,6 +32,14 @@ def free() -> nn.Module:
     return Tower(frozen=False)
 
 
+def trained(name: str) -> tuple[nn.Module, nn.Module, ZeroRedundancyOptimizer, Any]:
+    """Return a sharded model and its twin, with an optimizer each, after two steps."""
+    optimizer_class, options = CLASSES[name]
+    model, twin, optimizer, plain = pair(free, optimizer_class, **options)
+    train_beside(model, twin, optimizer, plain, range(2))
+    return model, twin, optimizer, plain
+
+
 def assert_equal_state(got: dict[Any, Any], expected: dict[Any, Any], model: nn.Module) -> None:
     """Compare the state of a sharded optimizer with that of the plain one, bit for bit."""
     params = list(model.parameters())
@@ -54,9 +62,7 @@ def assert_equal_state(got: dict[Any, Any], expected: dict[Any, Any], model: nn.
 @on_ranks(2, 3)
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_state_of_a_class_is_that_of_the_unsharded_one_as_dtensors(name: str) -> None:
-    optimizer_class, options = CLASSES[name]
-    model, twin, optimizer, plain = pair(free, optimizer_class, **options)
-    train_beside(model, twin, optimizer, plain, range(2))
+    model, _, optimizer, plain = trained(name)
     assert_equal_state(optimizer.state_dict()["state"], plain.state_dict()["state"], model)
 
 
@@ -64,8 +70,7 @@ def test_the_state_of_a_class_is_that_of_the_unsharded_one_as_dtensors(name: str
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_state_dict_loads_into_a_new_optimizer(name: str) -> None:
     optimizer_class, options = CLASSES[name]
-    model, twin, optimizer, plain = pair(free, optimizer_class, **options)
-    train_beside(model, twin, optimizer, plain, range(2))
+    model, twin, optimizer, plain = trained(name)
     again = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **options)
     again.load_state_dict(optimizer.state_dict())
     train_beside(model, twin, again, plain, range(2, 4))
@@ -98,9 +103,7 @@ def optimizer_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def saves(folder: Path, name: str) -> None:
-    optimizer_class, options = CLASSES[name]
-    model, twin, optimizer, plain = pair(free, optimizer_class, **options)
-    train_beside(model, twin, optimizer, plain, range(2))
+    model, twin, optimizer, plain = trained(name)
     dcp.save(optimizer_state(model, optimizer), checkpoint_id=folder)
     if dist.get_rank() == 0:
         torch.save((twin.state_dict(), plain.state_dict()), folder / "plain.pt")
@@ -132,9 +135,7 @@ def test_dcp_loads_the_bits_on_another_number_of_ranks(
 
 
 def saves_ours(folder: Path, name: str) -> None:
-    optimizer_class, options = CLASSES[name]
-    model, twin, optimizer, plain = pair(free, optimizer_class, **options)
-    train_beside(model, twin, optimizer, plain, range(2))
+    model, twin, optimizer, plain = trained(name)
     checkpoint.save(folder / "saved", model=model, optimizer=optimizer)
     if dist.get_rank() == 0:
         torch.save((twin.state_dict(), plain.state_dict()), folder / "plain.pt")
@@ -190,8 +191,7 @@ def test_the_state_of_plain_adamw_loads_and_the_other_way() -> None:
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
 def test_a_full_state_dict_is_given_and_loads(name: str) -> None:
     optimizer_class, options = CLASSES[name]
-    model, twin, optimizer, plain = pair(free, optimizer_class, **options)
-    train_beside(model, twin, optimizer, plain, range(2))
+    model, twin, optimizer, plain = trained(name)
     full = StateDictOptions(full_state_dict=True)
     state = get_optimizer_state_dict(model, optimizer, options=full)
     again = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **options)
@@ -203,8 +203,7 @@ def test_a_full_state_dict_is_given_and_loads(name: str) -> None:
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
 def test_the_state_of_the_unsharded_class_loads(name: str) -> None:
     optimizer_class, options = CLASSES[name]
-    model, twin, optimizer, plain = pair(free, optimizer_class, **options)
-    train_beside(model, twin, optimizer, plain, range(2))
+    model, twin, _, plain = trained(name)
     for source in (None, 1):
         again = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **options)
         has_it = source in (None, dist.get_rank())

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from zero_optim.comm.backends import TRANSPORTS, Transport
+from zero_optim.comm.backends import transport_of
 from zero_optim.ddp.full.choice import UnitChoice, Units, choose_units
 from zero_optim.plan.costs import numel_cost
 from zero_optim.plan.plan import Plan, make_plan
@@ -27,6 +27,7 @@ from zero_optim.probe.cut_rows import why_not_cut
 from zero_optim.probe.probe import probe
 from zero_optim.probe.step_bytes import StepBytes
 from zero_optim.probe.traits import refusal
+from zero_optim.step.leaves import stepped_dtype
 
 STAGES = (0, 1, 2, 3)
 
@@ -93,7 +94,7 @@ def estimate(  # noqa: PLR0913 - keyword-only
     choice, unit_of = choose_units(model, units) if stage == 3 else None, dict[Tensor, int]()
     if choice is not None:
         unit_of = {p: choice.unit_of[own] for p, own in zip(params, model.parameters(), strict=True)}
-    stepped = [_stepped(param, master_dtype) for param in params]
+    stepped = [stepped_dtype(param.dtype, master_dtype) for param in params]
     tried = stepped if device == "cpu" else [torch.float32] * len(params)
     reasons = {kind: why_not_cut(optimizer_class, defaults, [{}], kind) for kind in {*tried}}
     plan = _plan(params, unit_of, size, bucket_cap_mb, [reasons[kind] is None for kind in tried], device)
@@ -124,11 +125,6 @@ def _like(param: Tensor, device: str) -> Parameter:
     return like
 
 
-def _stepped(param: Tensor, master: torch.dtype | None) -> torch.dtype:
-    is_narrow = param.is_floating_point() and master is not None and param.itemsize < master.itemsize
-    return master if master is not None and is_narrow else param.dtype
-
-
 def _plan(
     params: list[Parameter],
     unit_of: Mapping[Tensor, int],
@@ -139,7 +135,7 @@ def _plan(
 ) -> Plan:
     """Plan as ranks do that agree; a plan's very rows are not tried, which takes long."""
     costs, units = list(map(numel_cost, params)), [unit_of.get(param) for param in params]
-    row_nbytes = TRANSPORTS.get("gloo" if device == "cpu" else "nccl", Transport).row_nbytes
+    row_nbytes = transport_of("gloo" if device == "cpu" else "nccl", torch.device(device)).row_nbytes
     plan_with = partial(make_plan, [params], [costs], [0.0] * size, max(1, int(cap_mb * 2**20)))
     plan = plan_with([True] * len(params), units, row_nbytes=row_nbytes)
     return plan_with(may_cut, units, row_nbytes=row_nbytes) if plan.is_cut else plan

@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from gpu.setting import MOST_SECONDS, Figures, Here, NotHere, futures_work
+from gpu.setting import MOST_SECONDS, Figures, Here, NotHere, fake_store, futures_work
 from gpu.streams import averaging, waiting_hook
 from sync_calls import Event, counting_backwards, cpu_as_accelerator, num_backwards
 from zero_optim import ZeroRedundancyOptimizer
@@ -163,15 +163,7 @@ def waits_for_events(kind: type) -> Iterator[list[str]]:
 
 def pretend(here: Here, world: int) -> None:
     """Put a group of several ranks, which does nothing, in the place of the one there is."""
-    if dist.is_initialized():
-        if dist.get_world_size() > 1:
-            raise NotHere("a pretended group needs a process alone")
-        dist.destroy_process_group()
-    try:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-    except ImportError as error:
-        raise NotHere("this PyTorch has no fake process group") from error
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world)
     del here
 
 

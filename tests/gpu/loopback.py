@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpu.costs import only_own_stamps
-from gpu.setting import Here, NotHere
+from gpu.setting import Here, fake_store
+from late_backend import NamedGroup, poison
 from sync_calls import cpu_as_accelerator
 
 NAME = "loopback"
@@ -115,7 +116,7 @@ class Work(dist.Work):
         return future
 
 
-class Loopback(dist.ProcessGroup):
+class Loopback(NamedGroup):
     """The group; see Note [Late loopback]."""
 
     def __init__(self, rank: int, size: int, line: Line) -> None:
@@ -131,8 +132,7 @@ class Loopback(dist.ProcessGroup):
     ) -> Work:
         self._number += 1
         if self._line.switch.kind != "skipped":
-            for tensor in outputs:
-                _poison(tensor)
+            poison(outputs)
         work = self._line.issue(run, [*outputs, *inputs])
         work.outputs = list(outputs)
         return work
@@ -227,26 +227,12 @@ class Loopback(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return NAME
 
-    @property
-    def group_name(self) -> str:
-        return dist.distributed_c10d._world.pg_names[self]
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Nothing to agree on."""
-
     def _get_sequence_number_for_group(self) -> int:
         return self._number
 
 
 def _fill(tensor: Tensor) -> None:
     tensor.data.view(torch.uint8).fill_(CONSTANT) if tensor.is_contiguous() else tensor.data.fill_(1)
-
-
-def _poison(tensor: Tensor) -> None:
-    if tensor.is_floating_point() or tensor.is_complex():
-        tensor.data.fill_(torch.nan)
-    else:
-        tensor.data.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
 
 
 def _fit(output: Tensor, mine: Tensor) -> None:
@@ -260,15 +246,7 @@ def _fit(output: Tensor, mine: Tensor) -> None:
 @contextmanager
 def looped(here: Here, world: int, kind: Kind) -> Iterator[Switch]:
     """Have the default group be a late loopback of ``world`` ranks."""
-    if dist.is_initialized():
-        if dist.get_world_size() > 1:
-            raise NotHere("a pretended group needs a process alone")
-        dist.destroy_process_group()
-    try:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-    except ImportError as error:
-        raise NotHere("this PyTorch has no fake process group") from error
-
+    store = fake_store()
     switch = Switch(kind)
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> Loopback:
@@ -282,7 +260,7 @@ def looped(here: Here, world: int, kind: Kind) -> Iterator[Switch]:
         stack.enter_context(only_own_stamps())
         if not here.is_cuda:
             stack.enter_context(cpu_as_accelerator())
-        dist.init_process_group(f"{here.device.type}:{NAME}", store=FakeStore(), rank=0, world_size=world)
+        dist.init_process_group(f"{here.device.type}:{NAME}", store=store, rank=0, world_size=world)
         try:
             yield switch
             here.synchronize()

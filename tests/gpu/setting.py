@@ -122,6 +122,19 @@ def restart(here: Here, backend: str | None, **options: Any) -> None:
     dist.init_process_group(backend, **limit, **options)
 
 
+def fake_store() -> Any:
+    """Leave the default group, if this process is alone in it, and return the store of a pretended one."""
+    if dist.is_initialized():
+        if dist.get_world_size() > 1:
+            raise NotHere("a pretended group needs a process alone")
+        dist.destroy_process_group()
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+    except ImportError as error:
+        raise NotHere("this PyTorch has no fake process group") from error
+    return FakeStore()
+
+
 @contextmanager
 def repeatable(here: Here) -> Iterator[None]:
     """Choose kernels that give the same bits in each run, and that show memory which nobody has written.

@@ -213,19 +213,21 @@ class RankGroup:
             self.phase.sent(handle.nbytes, len(listed) + (heads is not None))
             return [work.take(handle)]
         slices = [] if heads is None else [(heads.view(-1), heads[self.rank])]
-        with work.starting():
-            handles = self._start(device, slices, listed)
-        is_tree, size, rank = self.transport(device).is_tree, self.size, self.rank
-        counts = (broadcast_nbytes(r.nbytes, (rank - o) % size, size, is_tree=is_tree) for o, r in listed)
-        self.phase.sent(sum(counts) + sum(flat.nbytes - mine.nbytes for flat, mine in slices), len(handles))
-        return [work.take(*handles)]
+        return self._gather(work, device, slices, listed)
 
     def gather_slices(self, slices: _Slices, about: str = "") -> list[Waitable]:
         """Start all-gathers of (1-D tensor of bytes, this rank's slice of it or a copy); all ranks call."""
-        work, device = self.begin_work(about, slices[0][0].device), slices[0][0].device
+        device = slices[0][0].device
+        return self._gather(self.begin_work(about, device), device, slices, ())
+
+    def _gather(
+        self, work: Work, device: torch.device, slices: _Slices, rows: Sequence[_Row]
+    ) -> list[Waitable]:
         with work.starting():
-            handles = self._start(device, slices, ())
-        self.phase.sent(sum(flat.nbytes - mine.nbytes for flat, mine in slices), len(handles))
+            handles = self._start(device, slices, rows)
+        is_tree, size, rank = self.transport(device).is_tree, self.size, self.rank
+        counts = (broadcast_nbytes(r.nbytes, (rank - o) % size, size, is_tree=is_tree) for o, r in rows)
+        self.phase.sent(sum(counts) + sum(flat.nbytes - mine.nbytes for flat, mine in slices), len(handles))
         return [work.take(*handles)]
 
     def _start(self, device: torch.device, slices: _Slices, rows: Iterable[_Row]) -> list[dist.Work]:

@@ -141,7 +141,7 @@ class StepTask(Gathering, Generic[T]):
             Operation.GATHER in bucket.schedule[Moment.STEP] for bucket in self._changed
         ):
             core.ranks.works.note_failure(call.failure_text)
-        self._tells = True
+        self.tells = True
 
     def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
         """Leave out buckets that never trained; one must start to train on all ranks."""
@@ -154,8 +154,7 @@ class StepTask(Gathering, Generic[T]):
     def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket, or send rows back to those who keep them."""
         if isinstance(bucket, HeldBucket):
-            header, self._tells = self._core.engine.header() if self._tells else None, False
-            return bucket.start_to_holders(header)
+            return bucket.start_to_holders(self.take_header(self._core.engine.header))
         return super().gather(bucket)
 
     def clean_up(self, error: BaseException, buckets: Sequence[Bucket]) -> None:
@@ -192,7 +191,7 @@ class PartTask(Task):
         self._core, self._lanes, self._gradients = core, lanes, gradients
         self._ungathered, self._checks = ungathered, checks
         self._changed: frozenset[Tensor] = frozenset()
-        self._tells = checks  # the next gather has a header
+        self.tells = checks
         self.failure = failure
 
     def step(self, buckets: Sequence[Bucket]) -> None:
@@ -218,7 +217,7 @@ class PartTask(Task):
 
     def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket, on lanes that nobody else uses."""
-        header, self._tells = self._core.engine.header() if self._tells else None, False
+        header = self.take_header(self._core.engine.header)
         return start_gather(self._lanes, bucket, header, changed=self._changed)
 
     def end(self) -> None:

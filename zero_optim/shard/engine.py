@@ -55,7 +55,6 @@ class Gathering(Task):
         self._engine, self._group = engine, engine.group.during("gather")
         self._lanes: Lease | None = None
         self.span = self._group.phase if engine.is_on_cpu else nullcontext()
-        self._tells = False  # the next gather has a header
 
     def step(self, buckets: Sequence[Bucket]) -> None:
         """Note that all rows changed."""
@@ -71,8 +70,7 @@ class Gathering(Task):
         """Start the gather of a bucket."""
         group, lanes = self._group, self._lanes
         used = (group,) if lanes is None or not may_use_lanes(bucket, group) else lanes.groups
-        header, self._tells = self._engine.header() if self._tells else None, False
-        return start_gather(used, bucket, header)
+        return start_gather(used, bucket, self.take_header(self._engine.header))
 
     def clean_up(self, error: BaseException, buckets: Sequence[Any]) -> None:
         """Let nobody else use lanes on which something failed."""

@@ -1,11 +1,12 @@
 """The callbacks of one call of `Engine.on`: the engine decides when, a task how."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
+from zero_optim.health.stamp import Header
 from zero_optim.shard.bucket import Bucket
 
 
@@ -13,6 +14,7 @@ class Task:
     """How each operation is done that a row may have at a moment."""
 
     failure: BaseException | None = None  # of this rank; raised when the others have heard of it
+    tells: bool = False  # the next gather has a header
     awaited: Flow | None = None  # gathers that this call itself waits for
     span: AbstractContextManager[object] = nullcontext()  # measures gathers and waits
 
@@ -31,6 +33,11 @@ class Task:
     def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket."""
         raise NotImplementedError
+
+    def take_header(self, header: Callable[[], Header | None]) -> Header | None:
+        """Return a header for the first gather that has one."""
+        tells, self.tells = self.tells, False
+        return header() if tells else None
 
     def arrived(self) -> None:
         """Look at what has come with the rows that somebody waited for."""

@@ -116,10 +116,7 @@ class Leaves:
 
     def stepped_dtype(self, param: Tensor) -> torch.dtype:
         """Return the dtype that steps a parameter."""
-        dtype, kept = self._dtype, kept_dtype(param)
-        if dtype is not None and kept.is_floating_point and kept.itemsize < dtype.itemsize:
-            return dtype
-        return kept
+        return stepped_dtype(kept_dtype(param), self._dtype)
 
     def cut_rows(self, param: Tensor, pieces: Pieces) -> CutRows:
         """Return where a parameter is cut, for the probe; accelerators' are tried in float32."""
@@ -257,6 +254,13 @@ class Leaves:
                 rows.copy_(master)
         for param in saved_masters.keys() - self.masters.keys():
             self.rows(param).copy_(saved_masters[param])
+
+
+def stepped_dtype(kept: torch.dtype, master: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a parameter of some dtype is stepped: the masters' if that is wider."""
+    if master is not None and kept.is_floating_point and kept.itemsize < master.itemsize:
+        return master
+    return kept
 
 
 def _is_over(leaf: Tensor, rows: Tensor) -> bool:
