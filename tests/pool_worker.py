@@ -73,6 +73,8 @@ def serve(connection: "Connection[Any, Any]", stack_file: Path, store_port: int)
     torch.set_num_threads(1)
     use_loopback()
     with answer_with_stacks(stack_file) as stacks:
+        # A crash of a thread that has no Python, such as gloo's, is told by its native stack, on stderr.
+        torch._C._set_print_stack_traces_on_fatal_signal(True)  # type: ignore[attr-defined]
         store = dist.TCPStore("127.0.0.1", store_port, is_master=False)  # type: ignore[attr-defined]
         connection.send_bytes(b"listening")
         while True:
