@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawn import draw_the_same
+from zero_optim.dtensor.placement import chunk_pieces
 from zero_optim.plan import cuts
+from zero_optim.plan.costs import matmul_cost
 from zero_optim.plan.pieces import num_rows
-from zero_optim.plan.plan import Plan, make_plan
+from zero_optim.plan.plan import Plan, make_plan, make_plan_beside
 
 draw_the_same()
 
@@ -153,3 +155,16 @@ def test_large_models_are_even_with_few_owners_that_follow_from_bucket_to_bucket
         nbytes, owners = bucket.layout.numel * dtype.itemsize, {r.owner for r in bucket.layout.rows}
         assert len(owners) <= min(num_ranks, -(-nbytes // row) + 1)  # one of them has the rest of its turn
         assert sum((owner + 1) % num_ranks not in owners for owner in owners) <= 1  # consecutive
+
+
+@pytest.mark.parametrize(
+    "layers", [[shape for shape in LLAMA_LAYER if len(shape) == 2] * 32, GPT2_LAYER * 12]
+)
+def test_owners_over_rows_of_others_share_the_cost_of_newton_schulz(layers: list[tuple[int, ...]]) -> None:
+    params = [meta(shape) for shape in layers if len(shape) == 2]
+    costs = list(map(matmul_cost, params))
+    rows = [chunk_pieces(param.shape[0], 8) for param in params]
+    plan = make_plan_beside(rows, [params], [costs], [0.0] * 8, 2**25, None, 2**20)
+    loads = plan.loads(8)
+    assert max(loads) <= 1.05 * sum(loads) / 8
+    assert all(len(pieces) == 1 for pieces in plan.pieces)
