@@ -201,15 +201,9 @@ class CheckpointReader:
 
     def read(self, key: str, chunk: Chunk, into: memoryview | None = None) -> None:
         """Compare a chunk with its checksum, and read its bytes ``into`` memory of that length."""
-        self._check_header(chunk.file)
-        self._read(key, chunk, into)
-
-    def _check_header(self, name: str) -> None:
-        file = self._headers.pop(name, None)
+        file = self._headers.pop(chunk.file, None)
         if file is not None:
-            self._read("its header", Chunk((), (), name, 0, file.head_nbytes, file.head_crc32), None)
-
-    def _read(self, key: str, chunk: Chunk, into: memoryview | None) -> None:
+            self.read("its header", Chunk((), (), chunk.file, 0, file.head_nbytes, file.head_crc32))
         buffer = memoryview(bytearray(min(chunk.nbytes, PIECE_NBYTES))) if into is None else into
         checksum, done = 0, 0
         with blamed_on(self.folder), open_regular(self.folder / chunk.file) as file:
@@ -227,9 +221,7 @@ class CheckpointReader:
             raise CheckpointError(f"the checkpoint {self.folder} is damaged: {key} in {chunk.file}: {reason}")
 
     def check_all(self) -> None:
-        """Compare every byte with its checksum."""
-        for name in self.manifest.files:
-            self._check_header(name)
+        """Compare every byte with its checksum; every file has chunks."""
         for key, entry in self.manifest.entries.items():
             for chunk in entry.chunks:
                 self.read(key, chunk)
