@@ -30,7 +30,6 @@ from zero_optim.checkpoint.sections import (
     mapping,
     of_file,
     of_reader,
-    placeholders_of,
     sections_of,
     state_dict_of,
     torch_save,
@@ -168,15 +167,13 @@ def convert(
     with blamed_on(source):
         try:
             remove_stale_parts(out)
+            whole = sections_of(content.values, mapping(content, out), by_name=to != "torch")
             if to == "dcp":
                 from zero_optim.checkpoint.formats.dcp_folder import write_dcp
 
-                places, get = placeholders_of(content)
                 with new_folder(out) as folder:
-                    write_dcp(sections_of(content.values, get, by_name=True), places, folder)
+                    write_dcp(whole, folder)
             else:
-                get = mapping(content, out)
-                whole = sections_of(content.values, get, by_name=to == "torch-names")
                 with replacing(out) as file:
                     _save(whole, file)
         except OSError as error:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -264,15 +263,3 @@ def torch_save(value: object, file: IO[bytes]) -> None:
         torch.save(value, file)
     except RuntimeError as error:
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-
-
-def placeholders_of(source: Source) -> tuple[Placeholders, Callable[..., Tensor]]:
-    """Return placeholders, and a function that makes one for the tensor of a key."""
-    places = Placeholders()
-
-    def placed(key: str, _strides: Sequence[int]) -> Tensor:
-        box = source.boxes[key]
-        assert box.dtype is not None  # `unpack` asks for tensors only
-        return places.add(box.dtype, box.shape, partial(source.read, key))
-
-    return places, placed
