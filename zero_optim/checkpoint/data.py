@@ -201,9 +201,9 @@ class CheckpointReader:
 
     def read(self, key: str, chunk: Chunk, into: memoryview | None = None) -> None:
         """Compare a chunk with its checksum, and read its bytes ``into`` memory of that length."""
-        file = self._headers.pop(chunk.file, None)
-        if file is not None:
-            self.read("its header", Chunk((), (), chunk.file, 0, file.head_nbytes, file.head_crc32))
+        whole = self._headers.pop(chunk.file, None)
+        if whole is not None:
+            self.read("its header", Chunk((), (), chunk.file, 0, whole.head_nbytes, whole.head_crc32))
         buffer = memoryview(bytearray(min(chunk.nbytes, PIECE_NBYTES))) if into is None else into
         checksum, done = 0, 0
         with blamed_on(self.folder), open_regular(self.folder / chunk.file) as file:
