@@ -234,7 +234,7 @@ def _cast(state: dict[str, Any], saved: torch.dtype | None, wanted: torch.dtype)
     """Cast tensors of the dtype that was stepped to the one that is, as ``load_state_dict`` does."""
     if saved in (None, wanted) or not wanted.is_floating_point:
         return state
-    kept = {key: value for key, value in state.items() if key in ("step", MASTER, EMA)}
+    kept = {key: value for key, value in state.items() if key in _NOT_OF_A_CLASS}
     return {**map_tensors(state, lambda t: t.to(wanted) if t.dtype == saved else t), **kept}
 
 

@@ -25,7 +25,7 @@ from zero_optim.checkpoint.manifest import DATA_FILE, FILE, DataFile, Manifest
 from zero_optim.errors import CheckpointError
 
 _LAST_NUMBER = 2**63 - 1
-_PART = part_of(FILE)
+_LEFT_BY_A_SAVE = re.compile(f"{DATA_FILE.pattern}|{part_of(FILE).pattern}")
 
 
 def resolved(path: object) -> Path:
@@ -74,7 +74,8 @@ def _complete_ones(folders: Iterable[Path]) -> list[Path]:
     age = {}
     for folder in folders:
         with suppress(CheckpointError):
-            age[folder] = manifests.read(folder).age
+            manifest = manifests.read(folder)
+            age[folder] = manifest.number, manifest.time_ns  # clocks can be set back
     return sorted(age, key=age.__getitem__)
 
 
@@ -114,7 +115,7 @@ def complete(
     manifests.commit(folder, manifest)
     named = manifests.read(folder).files  # of another save, if the file system has no locks
     for child in folder.iterdir():
-        stray = child.name in replaced or (alone and (_is_data(child) or _PART.fullmatch(child.name)))
+        stray = child.name in replaced or (alone and _LEFT_BY_A_SAVE.fullmatch(child.name))
         if stray and child.name not in named and is_own_file(child):
             child.unlink(missing_ok=True)
 
@@ -154,13 +155,7 @@ def _family(name: str) -> str:
 
 
 def _own_files(folder: Path) -> list[Path]:
-    return [
-        child
-        for child in folder.iterdir()
-        if (child.name in (FILE, FILE + ".part") or _PART.fullmatch(child.name) or _is_data(child))
-        and is_own_file(child)
-    ]
-
-
-def _is_data(path: Path) -> bool:
-    return DATA_FILE.fullmatch(path.name) is not None
+    ours = (
+        child for child in folder.iterdir() if child.name == FILE or _LEFT_BY_A_SAVE.fullmatch(child.name)
+    )
+    return list(filter(is_own_file, ours))
