@@ -123,7 +123,7 @@ def _wrong_class(
                 packed_options = next(options for group, options in saved_groups if name in group)
                 options = unpack(packed_options, lambda key, _: reader.read_tensor(key))
                 options = {**options_of(optimizer.param_groups[number]), **options}
-                makes = state_entries(built.spec.optimizer_class, built.spec.arguments, num_dims, [options])
+                makes = state_entries(built.spec.subject([options]), num_dims)
                 is_known = makes or type(built.optimizer).__module__.startswith("torch.optim.")
                 if is_known and saved.isdisjoint(makes):
                     entries = ", ".join(sorted(saved))
