@@ -78,6 +78,7 @@ class Box:
 
 
 Written = list[tuple[Box, Chunk]]
+Saved = tuple[dict[str, DataFile], Written]  # data files by name, and the chunks of each box
 
 
 def box_of(key: str, dtype: torch.dtype | None, shape: Sequence[int], rows: Rows = None) -> Box:
@@ -124,7 +125,7 @@ def data_name(token: str, rank: int) -> str:
 
 def write_tensors(
     folder: Path, token: str, rank: int, boxes: Iterable[Box], read: Callable[[Box], memoryview]
-) -> tuple[dict[str, DataFile], Written]:
+) -> Saved:
     """Write a rank's file and flush it, or remove it; return it by name if any, and each box's chunks."""
     head, placed = lay_out(boxes)
     if not placed:

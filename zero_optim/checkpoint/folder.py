@@ -10,18 +10,18 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from zero_optim import __version__
 from zero_optim.checkpoint import manifest as manifests
-from zero_optim.checkpoint.data import CheckpointReader, Written, data_name, entries_of
+from zero_optim.checkpoint.data import CheckpointReader, Saved, data_name, entries_of
 from zero_optim.checkpoint.files import FolderLock, is_dir, is_own_file, part_of, sync_folder
-from zero_optim.checkpoint.manifest import DATA_FILE, FILE, DataFile, Manifest
+from zero_optim.checkpoint.manifest import DATA_FILE, FILE, Manifest
+from zero_optim.checkpoint.values import Json
 from zero_optim.errors import CheckpointError
 
 _LAST_NUMBER = 2**63 - 1
@@ -85,16 +85,10 @@ def new_token() -> str:
 
 
 def complete(
-    folder: Path,
-    world_size: int,
-    files: Mapping[str, DataFile],
-    written: Written,
-    values: Mapping[str, Any],
-    paths: Mapping[str, list[str | int]],
-    *,
-    alone: bool = False,
+    folder: Path, world_size: int, saved: Saved, values: Json, paths: Json = None, *, alone: bool = False
 ) -> None:
     """Write the manifest, read it back, and remove what it replaces, and strays if ``alone`` here."""
+    files, written = saved
     for name, file in files.items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != file.nbytes:
             raise CheckpointError(
@@ -108,7 +102,7 @@ def complete(
             compared.update(_with_inner(place))
     number = min(max(map(manifests.number_in, compared)) + 1, _LAST_NUMBER)
     entries = entries_of(written)
-    manifest = Manifest(time.time_ns(), world_size, software, files, entries, values, paths, number)
+    manifest = Manifest(time.time_ns(), world_size, software, files, entries, values, paths or {}, number)
     replaced = set[str]()
     with suppress(CheckpointError):  # its manifest is missing or damaged
         replaced = set(manifests.parse(folder).files)

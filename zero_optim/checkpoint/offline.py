@@ -16,6 +16,7 @@ from zero_optim.checkpoint.data import (
     DTYPES,
     Box,
     CheckpointReader,
+    Saved,
     Written,
     box_of,
     bytes_of,
@@ -208,8 +209,8 @@ def reshard(
         owner_of = _owners(content, world_size)
     try:
         with closing(FolderLock(out)) as lock:
-            files, written = _write(content, owner_of, out)
-            complete(out, world_size, files, written, content.values, {}, alone=lock.keeps_out)
+            saved = _write(content, owner_of, out)
+            complete(out, world_size, saved, content.values, alone=lock.keeps_out)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
 
@@ -242,7 +243,7 @@ def _owners(source: Source, world_size: int) -> dict[str, int]:
     return of_key | dict(zip(rest, more, strict=True))
 
 
-def _write(source: Source, owner_of: dict[str, int], out: Path) -> tuple[dict[str, DataFile], Written]:
+def _write(source: Source, owner_of: dict[str, int], out: Path) -> Saved:
     token, boxes = new_token(), dict[int, list[Box]]()
     for key, box in source.boxes.items():
         boxes.setdefault(owner_of.get(key, 0), []).append(box)

@@ -268,7 +268,7 @@ class _Save:
                 with self._together():
                     if lock is not None:
                         alone = lock.keeps_out
-                        folders.complete(folder, group.size, files, written, values, {}, alone=alone)
+                        folders.complete(folder, group.size, (files, written), values, alone=alone)
             except Exception:
                 folders.discard(folder, token, *removes)
                 raise
