@@ -170,16 +170,16 @@ def test_wider_dtypes_are_tried_in_themselves_and_half_precision_is_not_cut(dtyp
 
 def test_a_class_with_the_same_options_is_tried_once() -> None:
     built = 0
-    for ask, options, is_new in (
-        (probe, {"lr": 0.1, "betas": [0.9, 0.99]}, True),
-        (probe, {"lr": 0.1, "betas": [0.9, 0.99]}, False),
-        (functools.partial(probe, functools.partial(own.Counted, lr=0.1)), {"betas": [0.9, 0.99]}, False),
-        (probe, {"lr": 0.2, "betas": [0.9, 0.99]}, True),
-        (why_not_cut, {"lr": 0.2, "betas": [0.9, 0.99]}, True),
-        (why_not_cut, {"lr": 0.2, "betas": [0.9, 0.99]}, False),
-    ):
-        asked: Any = ask if isinstance(ask, functools.partial) else functools.partial(ask, own.Counted)
-        asked(options)
+    asks: tuple[tuple[Callable[..., object], Builder, dict[str, Any], bool], ...] = (
+        (probe, own.Counted, {"lr": 0.1, "betas": [0.9, 0.99]}, True),
+        (probe, own.Counted, {"lr": 0.1, "betas": [0.9, 0.99]}, False),
+        (probe, functools.partial(own.Counted, lr=0.1), {"betas": [0.9, 0.99]}, False),
+        (probe, own.Counted, {"lr": 0.2, "betas": [0.9, 0.99]}, True),
+        (why_not_cut, own.Counted, {"lr": 0.2, "betas": [0.9, 0.99]}, True),
+        (why_not_cut, own.Counted, {"lr": 0.2, "betas": [0.9, 0.99]}, False),
+    )
+    for ask, build, options, is_new in asks:
+        ask(under_test(build, options))
         assert (own.Counted.built > built) == is_new, (ask, options)
         built = own.Counted.built
 

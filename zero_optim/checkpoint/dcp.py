@@ -48,6 +48,8 @@ class _Storage:
         """See the base class."""
         return plan
 
+    prepare_global_plan = prepare_local_plan
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """See the base class: any path will do."""
@@ -127,10 +129,6 @@ class Reader(_Storage, StorageReader):
 
     def set_up_storage_reader(self, *_args: object, **_kwargs: object) -> None:
         """See the base class."""
-
-    def prepare_global_plan(self, plans: list[planning.LoadPlan]) -> list[planning.LoadPlan]:
-        """See the base class."""
-        return plans
 
     def read_data(self, plan: planning.LoadPlan, planner: planning.LoadPlanner) -> Future[None]:
         """See the base class. One chunk of extra memory, where a part of it is wanted or another device."""
