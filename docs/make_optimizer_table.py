@@ -22,6 +22,7 @@ from pool import Pool, RankError  # noqa: E402
 from test_optimizers import check_case, check_refusal  # noqa: E402
 from zero_optim.probe.cut_rows import why_not_cut  # noqa: E402
 from zero_optim.probe.probe import probe  # noqa: E402
+from zero_optim.probe.subject import under_test  # noqa: E402
 from zero_optim.probe.traits import Traits  # noqa: E402
 
 TARGET = ROOT / "docs" / "optimizers.md"
@@ -62,7 +63,7 @@ and the saved state, are those of the unsharded optimizer, with default options 
 
 def failed_trials(name: str, options: Options, traits: Traits) -> str:
     """Return the trials that a class does not pass with these options."""
-    bears_rows = why_not_cut(CASES[name].optimizer_class, options) is None
+    bears_rows = why_not_cut(under_test(CASES[name].optimizer_class, options)) is None
     trials = {"separable": traits.separable, "in parts": traits.steppable_in_parts, "rows": bears_rows}
     return ", ".join(trial for trial, passed in trials.items() if not passed)
 
@@ -85,7 +86,7 @@ def rows(pool: Pool) -> Iterator[str]:
     for name, case in CASES.items():
         results: dict[tuple[str, str], list[str]] = {}
         for options in case.options:
-            traits = probe(case.optimizer_class, options)
+            traits = probe(under_test(case.optimizer_class, options))
             result = (failed_trials(name, options, traits), answer(pool, name, case, options, traits))
             results.setdefault(result, []).append(f"{name}({write_options(options)})")
         for result, same in results.items():

@@ -24,8 +24,7 @@ import torch.distributed as dist
 import late_backend
 import sockets
 from on_device import on_device
-from zero_optim.run.host import end_with_parent, use_loopback
-from zero_optim.run.rank import destroy_group
+from zero_optim.run.rank import destroy_group, end_with_parent, use_loopback
 from zero_optim.run.stacks import answer_with_stacks, traceback_text
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.works import Work
 from zero_optim.errors import RemoteRankError
 from zero_optim.health.verdicts import Verdicts
-from zero_optim.run.host import use_loopback
+from zero_optim.run.rank import use_loopback
 
 LIMIT = 200.0  # seconds that only a hang reaches: the timeouts are a few
 TIMEOUT = 1.5  # of waits, where they are to pass

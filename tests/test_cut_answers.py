@@ -16,6 +16,7 @@ from pool import on_ranks
 from training import assert_same_bits, make_params, params_of, set_grads, train_both, twin
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.probe.cut_rows import why_not_cut
+from zero_optim.probe.subject import under_test
 
 SHAPES = ((64, 16), (32, 8), (7,))
 LARGE = ((1024, 128),)  # its bucket is uneven enough to be told if it is not cut
@@ -171,7 +172,7 @@ def test_blocks_and_thresholds_of_any_size_are_seen_where_the_very_rows_are_trie
     options: dict[str, Any],
 ) -> None:
     options = {**options, "wraps": False}
-    assert why_not_cut(Quantized, options) is None
+    assert why_not_cut(under_test(Quantized, options)) is None
     assert num_pieces_trained([(1000, 160), (33, 7)], options) == [1, 1]
     # Of blocks that its rows do not fill, none is ever made.
     assert max(num_pieces_trained([(1001, 161), (33, 7)], options)) == 2

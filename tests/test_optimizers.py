@@ -39,6 +39,7 @@ from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.hooks import zero_step
 from zero_optim.probe.cut_rows import why_not_cut
 from zero_optim.probe.probe import probe
+from zero_optim.probe.subject import under_test
 
 # What classes of torch_optimizer call, and what PyTorch says of it.
 pytestmark = pytest.mark.filterwarnings(r"ignore:This overload of \w+ is deprecated:UserWarning")
@@ -117,7 +118,7 @@ def check_case(name: str, options: Options, *, finely_cut: bool = False) -> None
     sharded = ZeroRedundancyOptimizer(mine, case.optimizer_class, **cap, **options)
     if finely_cut:
         is_cut = any(len(pieces) == dist.get_world_size() for pieces in sharded.pieces().values())
-        assert is_cut == (why_not_cut(case.optimizer_class, options, [{}]) is None)
+        assert is_cut == (why_not_cut(under_test(case.optimizer_class, options, [{}])) is None)
         assert not is_cut or len(sharded.explain().cuts) >= 2
         whole = ZeroRedundancyOptimizer(
             twin(params), case.optimizer_class, cuts=False, **case.sharding, **options
@@ -344,7 +345,7 @@ def check_overlapped(wrapper: str, names: Iterable[str]) -> None:
                 partial(lambda case, sparse: Bag(case.params(), sparse=sparse), case, is_sparse),
                 partial(in_small_buckets, case.optimizer_class, {**case.sharding, **options}),
             )
-            if probe(case.optimizer_class, options).steppable_in_parts:
+            if probe(under_test(case.optimizer_class, options)).steppable_in_parts:
                 assert_same_run(setting, step_bag, 8, moves=not is_sparse, where=(name, options))
                 continue
             refused.add(name)

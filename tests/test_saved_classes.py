@@ -17,6 +17,7 @@ from zero_optim import ZeroRedundancyOptimizer, checkpoint
 from zero_optim.checkpoint.offline import consolidate
 from zero_optim.comm.encoding import decode
 from zero_optim.probe.probe import probe
+from zero_optim.probe.subject import under_test
 
 SAVED = (own.WarmsUp, own.Nests, own.KeepsObjects, own.WritesDown)
 UNSAVED: tuple[tuple[type[Optimizer], dict[str, Any], str], ...] = (
@@ -113,9 +114,9 @@ def test_a_file_builds_no_object_of_another_class() -> None:
 def test_what_trying_cannot_see_stands_in_the_table() -> None:
     """A coupling from step 50 on (65 by an entry), or above the largest size, passes; the page says so."""
     with warnings.catch_warnings():
-        assert probe(own.CouplesLate, {}).separable
-        assert probe(own.WritesDown, {"uses": "norm", "begin": 64}).separable
-        assert probe(own.CouplesLarge, {"above": 10**6}).separable
+        assert probe(under_test(own.CouplesLate, {})).separable
+        assert probe(under_test(own.WritesDown, {"uses": "norm", "begin": 64})).separable
+        assert probe(under_test(own.CouplesLarge, {"above": 10**6})).separable
     page = TABLE.read_text()
     assert "Trials take 9 steps (of an entry: 64)" in page
     assert "at most 8,192 elements (cuts: 45,056). They do not" in page

@@ -22,6 +22,7 @@ from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.probe.cut_rows import why_not_cut
 from zero_optim.probe.probe import probe, why_dtypes_couple
+from zero_optim.probe.subject import under_test
 from zero_optim.probe.traits import Traits, refusal, refusal_in_half
 
 Builder = Callable[..., Optimizer]
@@ -87,9 +88,9 @@ def letters(traits: Traits) -> str:
 def test_a_habit_of_a_class_is_found_by_trying_it(
     build: Builder, options: dict[str, Any], expected: str, words: str
 ) -> None:
-    traits = probe(build, options)
+    traits = probe(under_test(build, options))
     assert letters(traits).startswith(expected[:3]), traits
-    reason = why_not_cut(build, options) or ""
+    reason = why_not_cut(under_test(build, options)) or ""
     assert (reason == "") == (expected[3:] != "-"), reason
     assert words in reason
     assert (traits.counting is None) == (traits.untried is not None or "P" in letters(traits))
@@ -110,7 +111,7 @@ def test_a_habit_of_a_class_is_found_by_trying_it(
     ],
 )
 def test_half_precision_is_tried_apart(build: Builder, options: dict[str, Any], words: str | None) -> None:
-    traits = probe(build, options)
+    traits = probe(under_test(build, options))
     assert traits.in_half is None if words is None else words in (traits.in_half or "")
     message = refusal_in_half(build, traits)
     assert (words or "") in message
@@ -119,22 +120,22 @@ def test_half_precision_is_tried_apart(build: Builder, options: dict[str, Any], 
 
 def test_several_dtypes_in_a_group_are_tried_apart() -> None:
     """Adafactor of PyTorch takes its ``eps`` from the dtype of a step's first parameter."""
-    dtypes = {torch.float32, torch.bfloat16}
-    reason = why_dtypes_couple(torch.optim.Adafactor, {}, [], dtypes)
+    dtypes = frozenset({torch.float32, torch.bfloat16})
+    reason = why_dtypes_couple(under_test(torch.optim.Adafactor, {}, []), dtypes)
     assert reason is not None
     assert "in a group, stepped alone, the parameter of shape" in reason
-    assert why_dtypes_couple(torch.optim.Adafactor, {"eps": (1e-8, 1e-3)}, [], dtypes) is None
-    assert why_dtypes_couple(torch.optim.AdamW, {}, [], dtypes) is None
+    assert why_dtypes_couple(under_test(torch.optim.Adafactor, {"eps": (1e-8, 1e-3)}, []), dtypes) is None
+    assert why_dtypes_couple(under_test(torch.optim.AdamW, {}, []), dtypes) is None
 
 
 def test_fused_kernels_are_tried_themselves_and_bear_cuts_where_plans_cut() -> None:
     # Whether a cut anywhere shows depends on how a processor's kernel treats the end of a vector.
     build = torch.optim.AdamW
-    traits = probe(build, {"fused": True})
+    traits = probe(under_test(build, {"fused": True}))
     assert traits.steppable_in_parts
     assert traits.elementwise or "cut in pieces" in (traits.shape_use or "")
-    assert why_not_cut(build, {"fused": True}) is None
-    assert why_not_cut(build, {}, [{"fused": True}]) is None
+    assert why_not_cut(under_test(build, {"fused": True})) is None
+    assert why_not_cut(under_test(build, {}, [{"fused": True}])) is None
 
 
 FUSED, PLAIN = {"fused": True}, {"fused": False}
@@ -154,13 +155,13 @@ TRUSTS = [{"trust": False}, {"trust": True}]
 def test_options_of_groups_count(
     build: Builder, options: dict[str, Any], groups: list[dict[str, Any]], words: str | None
 ) -> None:
-    reason = why_not_cut(build, options, groups)
+    reason = why_not_cut(under_test(build, options, groups))
     assert reason is None if words is None else words in (reason or "")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_wider_dtypes_are_tried_in_themselves_and_half_precision_is_not_cut(dtype: torch.dtype) -> None:
-    reason = why_not_cut(torch.optim.SGD, {"lr": 0.1}, dtype=dtype)
+    reason = why_not_cut(under_test(torch.optim.SGD, {"lr": 0.1}), dtype)
     assert reason is None if dtype.itemsize > 2 else "end of a vector" in (reason or "")
 
 
@@ -169,16 +170,16 @@ def test_wider_dtypes_are_tried_in_themselves_and_half_precision_is_not_cut(dtyp
 
 def test_a_class_with_the_same_options_is_tried_once() -> None:
     built = 0
-    for ask, options, is_new in (
-        (probe, {"lr": 0.1, "betas": [0.9, 0.99]}, True),
-        (probe, {"lr": 0.1, "betas": [0.9, 0.99]}, False),
-        (functools.partial(probe, functools.partial(own.Counted, lr=0.1)), {"betas": [0.9, 0.99]}, False),
-        (probe, {"lr": 0.2, "betas": [0.9, 0.99]}, True),
-        (why_not_cut, {"lr": 0.2, "betas": [0.9, 0.99]}, True),
-        (why_not_cut, {"lr": 0.2, "betas": [0.9, 0.99]}, False),
-    ):
-        asked: Any = ask if isinstance(ask, functools.partial) else functools.partial(ask, own.Counted)
-        asked(options)
+    asks: tuple[tuple[Callable[..., object], Builder, dict[str, Any], bool], ...] = (
+        (probe, own.Counted, {"lr": 0.1, "betas": [0.9, 0.99]}, True),
+        (probe, own.Counted, {"lr": 0.1, "betas": [0.9, 0.99]}, False),
+        (probe, functools.partial(own.Counted, lr=0.1), {"betas": [0.9, 0.99]}, False),
+        (probe, own.Counted, {"lr": 0.2, "betas": [0.9, 0.99]}, True),
+        (why_not_cut, own.Counted, {"lr": 0.2, "betas": [0.9, 0.99]}, True),
+        (why_not_cut, own.Counted, {"lr": 0.2, "betas": [0.9, 0.99]}, False),
+    )
+    for ask, build, options, is_new in asks:
+        ask(under_test(build, options))
         assert (own.Counted.built > built) == is_new, (ask, options)
         built = own.Counted.built
 
@@ -192,17 +193,17 @@ def test_options_that_can_change_are_tried_again() -> None:
             super().__init__(params, 1.0 if switch.on else 1e30)
 
     switch = Switch()
-    assert probe(Switched, {"switch": switch}).separable
+    assert probe(under_test(Switched, {"switch": switch})).separable
     switch.on = True
-    assert not probe(Switched, {"switch": switch}).separable
+    assert not probe(under_test(Switched, {"switch": switch})).separable
 
     def by_list(params: Any, limit: list[float]) -> Optimizer:
         return own.ClipsGlobally(params, limit[0])
 
     limit = [1e30]
-    assert probe(by_list, {"limit": limit}).separable
+    assert probe(under_test(by_list, {"limit": limit})).separable
     limit[0] = 1.0
-    assert not probe(by_list, {"limit": limit}).separable
+    assert not probe(under_test(by_list, {"limit": limit})).separable
 
 
 # ------------------------------------------------------------------ without a trace
@@ -215,11 +216,11 @@ def _states() -> tuple[Any, ...]:
 
 def test_random_numbers_and_a_users_tensors_are_as_before() -> None:
     before, rate = _states(), torch.tensor(0.1)
-    probe(torch.optim.Adam, {"lr": 0.123})
+    probe(under_test(torch.optim.Adam, {"lr": 0.123}))
     for source in own.DRAWS:
-        probe(functools.partial(own.Langevin), {"source": source, "unused": object()})
-    probe(torch_optimizer.Adahessian, {"seed": 5})  # is not sown
-    probe(own.ChangesItsRate, {"lr": rate, "unused": object()})
+        probe(under_test(functools.partial(own.Langevin), {"source": source, "unused": object()}))
+    probe(under_test(torch_optimizer.Adahessian, {"seed": 5}))  # is not sown
+    probe(under_test(own.ChangesItsRate, {"lr": rate, "unused": object()}))
     assert _states() == before
     assert rate == torch.tensor(0.1)
 
@@ -231,7 +232,7 @@ def test_global_step_hooks_do_not_fire_and_stay() -> None:
         register_optimizer_step_post_hook(lambda *_: seen.append("post")),
     ]
     try:
-        probe(torch.optim.Adam, {"lr": 0.0625})
+        probe(under_test(torch.optim.Adam, {"lr": 0.0625}))
         assert seen == []
         torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
         assert seen == ["pre", "post"]
@@ -277,10 +278,12 @@ def test_surroundings_change_nothing_and_are_not_changed(
 
     with surroundings():
         before = modes()
-        assert letters(probe(torch.optim.AdamW, {"lr": 1e-3 + number})) == "SPE"
-        assert letters(probe(torch_optimizer.SWATS, {"weight_decay": 1e-3 + number * 1e-6})) == "---"
+        assert letters(probe(under_test(torch.optim.AdamW, {"lr": 1e-3 + number}))) == "SPE"
+        assert (
+            letters(probe(under_test(torch_optimizer.SWATS, {"weight_decay": 1e-3 + number * 1e-6}))) == "---"
+        )
         assert modes() == before
-    assert letters(probe(torch.optim.AdamW, {"lr": 1e-2 + number})) == "SPE"
+    assert letters(probe(under_test(torch.optim.AdamW, {"lr": 1e-2 + number}))) == "SPE"
 
 
 # ------------------------------------------------------------------ what cannot be tried as usual

@@ -26,6 +26,7 @@ from zero_optim.plan.strides import STRIDES_WHEN_WHOLE, dense_strides
 from zero_optim.probe.cut_rows import why_not_cut
 from zero_optim.probe.probe import probe
 from zero_optim.probe.step_bytes import StepBytes
+from zero_optim.probe.subject import under_test
 from zero_optim.probe.traits import refusal
 from zero_optim.step.leaves import stepped_dtype
 
@@ -87,8 +88,8 @@ def estimate(  # noqa: PLR0913 - keyword-only
     """
     if stage not in STAGES or num_ranks < 1:
         raise ValueError(f"expected a stage of {STAGES} and at least 1 rank, got {stage} and {num_ranks}")
-    traits, size = probe(optimizer_class, defaults, [{}]), num_ranks if stage else 1
-    if not traits.separable:
+    subject, size = under_test(optimizer_class, defaults), num_ranks if stage else 1
+    if not (traits := probe(subject)).separable:
         raise ValueError(refusal(optimizer_class, traits))
     params = [_like(param, device) for param in model.parameters()]
     choice, unit_of = choose_units(model, units) if stage == 3 else None, dict[Tensor, int]()
@@ -96,7 +97,7 @@ def estimate(  # noqa: PLR0913 - keyword-only
         unit_of = {p: choice.unit_of[own] for p, own in zip(params, model.parameters(), strict=True)}
     stepped = [stepped_dtype(param.dtype, master_dtype) for param in params]
     tried = stepped if device == "cpu" else [torch.float32] * len(params)
-    reasons = {kind: why_not_cut(optimizer_class, defaults, [{}], kind) for kind in {*tried}}
+    reasons = {kind: why_not_cut(subject, kind) for kind in {*tried}}
     plan = _plan(params, unit_of, size, bucket_cap_mb, [reasons[kind] is None for kind in tried], device)
     ranks = [RankBytes() for _ in range(size)]
     _add_state(ranks, params, stepped, plan, StepBytes(optimizer_class, defaults, device))

@@ -1,17 +1,14 @@
 """What an optimizer holds on each rank: as data, and as a table. ``optimizer.explain()`` makes it."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-
-from torch import Tensor
 
 from zero_optim.flow.schedule import Moment, Operation, Placement
 from zero_optim.plan.cuts import MIN_ROW_NBYTES, TOLERANCE, row_nbytes
 from zero_optim.plan.groups import param_names
 from zero_optim.plan.pieces import numel_of
 from zero_optim.probe.traits import Traits
-from zero_optim.shard.bucket import Bucket
 from zero_optim.state.core import Core
 from zero_optim.state.options import KEPT_WHOLE
 
@@ -108,34 +105,28 @@ def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
     nbytes = sum(bucket.nbytes for bucket in core.engine.buckets)
     for bucket, moves in zip(core.engine.buckets, core.engine.active(), strict=True):
         (param, *_), layout, active = bucket.params, bucket.layout, moves or core.owned.local.moves_frozen
+        kind = f"{len(bucket.params)} {str(param.dtype).removeprefix('torch.')}"
+        why = "; ".join(dict.fromkeys(reasons[each] for each in bucket.params if each in reasons))
         if bucket.schedule.parameters is Placement.HELD:
-            yield _held_text(bucket, reasons), "", 2 * (Operation.REDUCE in bucket.schedule[Moment.STEP])
+            sends = Operation.REDUCE in bucket.schedule[Moment.STEP]
+            owners = f"whole on owners {[row.owner for row in layout.rows]}"
+            size = sum(each.numel() * each.itemsize for each in bucket.params) / _MIB
+            stepped = (owners if sends else "where their rows lie") + f" ({why})" * bool(why)
+            yield f"DTensors: {kind}, {size:.2f} MiB, stepped {stepped}", "", 2 * sends
             continue
         rows = {row.owner: row.stop - row.start for row in layout.rows if row.stop > row.start}
         most = core.group.transport(param.device).row_nbytes
         num_owners = -(-layout.numel * param.itemsize // row_nbytes(nbytes, core.group.size, most))
         mean = layout.numel / max(1, min(core.group.size, num_owners))
         fullest = max(rows.values(), default=0)
-        kind, size = str(param.dtype).removeprefix("torch."), layout.numel * param.itemsize / _MIB
-        text = f"{len(bucket.params)} {kind} on {param.device}, {size:.2f} MiB, owners {[*rows]}"
+        size = layout.numel * param.itemsize / _MIB
+        text = f"{kind} on {param.device}, {size:.2f} MiB, owners {[*rows]}"
         uneven, least = "", max(MIN_ROW_NBYTES / param.itemsize, TOLERANCE * mean)
         if active and fullest - mean > least:
-            why = "; ".join(dict.fromkeys(reasons[each] for each in bucket.params if each in reasons))
             why = why or "it has no rows that could be shared out evenly"
             uneven = f"not cut: {text}; the fullest rank sends {fullest / mean:.1f} x the mean ({why})"
         sent = len(rows) if bucket.slices is None else 2 - bucket.slices.is_even
         yield f"bucket: {text}{'' if active else ', frozen'}", uneven, sent * active
-
-
-def _held_text(bucket: Bucket, reasons: Mapping[Tensor, str]) -> str:
-    moves = Operation.REDUCE in bucket.schedule[Moment.STEP]
-    where = (
-        f"whole on owners {[row.owner for row in bucket.layout.rows]}" if moves else "where their rows lie"
-    )
-    size = sum(param.numel() * param.itemsize for param in bucket.params) / _MIB
-    why = "; ".join(dict.fromkeys(reasons[each] for each in bucket.params if each in reasons))
-    kind = str(bucket.dtype).removeprefix("torch.")
-    return f"DTensors: {len(bucket.params)} {kind}, {size:.2f} MiB, stepped {where}{f' ({why})' * bool(why)}"
 
 
 def _traits_text(name: str, traits: Traits | None) -> str:

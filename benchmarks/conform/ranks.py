@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_optim.run.host import end_with_parent, use_loopback
+from zero_optim.run.rank import end_with_parent, use_loopback
 
 GRACE = 10.0  # seconds for the other rank after one has raised
 

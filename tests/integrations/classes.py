@@ -30,6 +30,7 @@ sys.path[:0] = [path for path in (str(ROOT / "tests"), str(ROOT)) if path not in
 from training import params_of, twin  # noqa: E402
 from zero_optim import ZeroRedundancyOptimizer, checkpoint  # noqa: E402
 from zero_optim.probe.probe import probe  # noqa: E402
+from zero_optim.probe.subject import under_test  # noqa: E402
 
 PACKAGES = {  # module: distribution
     "pytorch_optimizer": "pytorch_optimizer",
@@ -238,7 +239,7 @@ def check_class(name: str, optimizer_class: Callable[..., Optimizer], folder: Pa
     if all(map(torch.equal, trainee.params(), mine)):
         return Result("wrong", "no parameter moved")
     try:
-        in_half = probe(build, trainee.options, [trainee.of_group]).in_half
+        in_half = probe(under_test(build, trainee.options, [trainee.of_group])).in_half
         return check_saved(trainee, plain, sharded, folder)._replace(is_half_refused=in_half is not None)
     except Exception as error:  # noqa: BLE001
         return Result("wrong", f"saved, but not loaded: {error}")

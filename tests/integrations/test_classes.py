@@ -11,6 +11,7 @@ from pool import Pool, on_ranks
 from training import assert_same_bits, params_of, twin
 from zero_optim import checkpoint
 from zero_optim.probe.probe import probe
+from zero_optim.probe.subject import under_test
 
 # Classes that write into their groups what they have: the number of elements, a count, a rate.
 WRITING = ("heavyball.AdamW", "heavyball.MSAMLaProp", "heavyball.SUDSAdamW", "timm.optim.Adafactor")
@@ -34,7 +35,7 @@ def test_classes_that_write_down_what_they_have_train_for_long(name: str, tmp_pa
     package, _, kind = name.rpartition(".")
     build = getattr(module_named(package), kind)
     options = {"multi_tensor": False} if name in BY_PARAMETER else OPTIONS.get(name, {})
-    assert probe(build, options).idle
+    assert probe(under_test(build, options)).idle
     trainee = Trainee(build, options, {}, "any shape", gaps=True)
     first = dist.new_group([0, 1])
     apart = [dist.new_group([rank]) for rank in range(3)][dist.get_rank()]

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from zero_optim.checkpoint.data import Box, Rows, box_of, bytes_of
 from zero_optim.checkpoint.manifest import dtype_name
-from zero_optim.checkpoint.objects import Members, Names, Objects, names_of, random_state, unwrapped
+from zero_optim.checkpoint.objects import Members, Objects, names_of, random_state, unwrapped
 from zero_optim.checkpoint.values import Json, key_of, pack
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.wire import all_copied_to_cpu
-from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of
 from zero_optim.plan.partition import assign_owners
 from zero_optim.plan.pieces import Piece, Pieces, is_whole, num_rows, piece_of, whole_piece
@@ -145,13 +144,8 @@ def model_parts(values: Mapping[str, Json]) -> dict[str, Json]:
 def collect(members: Members, objects: Objects, extra: object) -> tuple[RankContent, list[str]]:
     """List what this rank writes, and describe what must be equal on every rank. No communication."""
     group, part = members.group, RankContent()
-    shared, own = RankContent(), RankContent()  # equal on every rank; of the first alone
-    alike: list[str] = []
-    if objects.model is not None:
-        alike = _add_model(part, objects, group)
-    if objects.optimizer is not None:
-        names = names_of(objects.optimizer, objects.model)
-        _add_optimizer(part, shared, own, objects.optimizer, names, group.rank)
+    alike = [] if objects.model is None else _add_model(part, objects, group)
+    shared, own = _add_optimizer(part, objects, group.rank)
     for name, value in objects.others.items():
         shared.add(name, value.state_dict())
     shared.add(EXTRA, extra)
@@ -185,15 +179,12 @@ def _add_model(part: RankContent, objects: Objects, group: RankGroup) -> list[st
     return [f"a model of class {type(unwrapped(model)).__qualname__}", *tensors]
 
 
-def _add_optimizer(
-    part: RankContent,
-    shared: RankContent,
-    own: RankContent,
-    optimizer: ZeroRedundancyOptimizer,
-    names: Names,
-    rank: int,
-) -> None:
-    local = optimizer.core.owned.local
+def _add_optimizer(part: RankContent, objects: Objects, rank: int) -> tuple[RankContent, RankContent]:
+    """Add this rank's state; return what is equal on every rank, and what the first alone writes."""
+    shared, own, optimizer = RankContent(), RankContent(), objects.optimizer
+    if optimizer is None:
+        return shared, own
+    names, local = names_of(optimizer, objects.model), optimizer.core.owned.local
     local.check_dicts()
     params = {name: [dtype_name(kept_dtype(p)), list(p.shape)] for name, p in names.param.items()}
     both = (shared, local.compared(optimizer.param_groups)), (own, optimizer.param_groups)
@@ -208,3 +199,4 @@ def _add_optimizer(
             part.add_cut(key, value, cuts[param], rank)
         else:
             part.add(key, value)
+    return shared, own

@@ -6,8 +6,8 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from io import FileIO
 from itertools import pairwise
+from operator import add, sub
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from zero_optim.checkpoint import manifest as manifests
 from zero_optim.checkpoint.files import open_regular, write_all
 from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, blamed_on, dtype_name
-from zero_optim.comm.wire import PIECE_NBYTES, memory_of
+from zero_optim.comm.wire import memory_of
 from zero_optim.errors import CheckpointError
 from zero_optim.plan.plan import ALIGNMENT_NBYTES
 
@@ -78,6 +78,7 @@ class Box:
 
 
 Written = list[tuple[Box, Chunk]]
+Saved = tuple[dict[str, DataFile], Written]  # data files by name, and the chunks of each box
 
 
 def box_of(key: str, dtype: torch.dtype | None, shape: Sequence[int], rows: Rows = None) -> Box:
@@ -124,7 +125,7 @@ def data_name(token: str, rank: int) -> str:
 
 def write_tensors(
     folder: Path, token: str, rank: int, boxes: Iterable[Box], read: Callable[[Box], memoryview]
-) -> tuple[dict[str, DataFile], Written]:
+) -> Saved:
     """Write a rank's file and flush it, or remove it; return it by name if any, and each box's chunks."""
     head, placed = lay_out(boxes)
     if not placed:
@@ -139,24 +140,16 @@ def write_tensors(
                     raise ValueError(f"{box.name} should have {box.nbytes:,} bytes, it has {run.nbytes:,}")
                 end = start
                 for offsets, sizes, nbytes in box.blocks():
-                    checksum = _append(file, run[end - start : end - start + nbytes])
-                    written.append((box, Chunk(offsets, sizes, path.name, end, nbytes, checksum)))
+                    block = run[end - start : end - start + nbytes]
+                    written.append((box, Chunk(offsets, sizes, path.name, end, nbytes, zlib.crc32(block))))
+                    write_all(file, block)
                     end += nbytes
-                del run  # before the next one is read
+                del run, block  # before the next one is read
             os.fsync(file.fileno())
         except BaseException:
             path.unlink(missing_ok=True)
             raise
     return {path.name: DataFile(rank, end, len(head), zlib.crc32(head))}, written
-
-
-def _append(file: FileIO, run: memoryview) -> int:
-    checksum = 0
-    for first in range(0, run.nbytes, PIECE_NBYTES):
-        piece = run[first : first + PIECE_NBYTES]
-        checksum = zlib.crc32(piece, checksum)
-        write_all(file, piece)
-    return checksum
 
 
 def entries_of(written: Iterable[tuple[Box, Chunk]]) -> dict[str, Entry]:
@@ -201,35 +194,20 @@ class CheckpointReader:
 
     def read(self, key: str, chunk: Chunk, into: memoryview | None = None) -> None:
         """Compare a chunk with its checksum, and read its bytes ``into`` memory of that length."""
-        self._check_header(chunk.file)
-        self._read(key, chunk, into)
-
-    def _check_header(self, name: str) -> None:
-        file = self._headers.pop(name, None)
-        if file is not None:
-            self._read("its header", Chunk((), (), name, 0, file.head_nbytes, file.head_crc32), None)
-
-    def _read(self, key: str, chunk: Chunk, into: memoryview | None) -> None:
-        buffer = memoryview(bytearray(min(chunk.nbytes, PIECE_NBYTES))) if into is None else into
-        checksum, done = 0, 0
+        whole = self._headers.pop(chunk.file, None)
+        if whole is not None:
+            self.read("its header", Chunk((), (), chunk.file, 0, whole.head_nbytes, whole.head_crc32))
         with blamed_on(self.folder), open_regular(self.folder / chunk.file) as file:
+            run, done = memoryview(bytearray(chunk.nbytes) if into is None else into), 0
             file.seek(chunk.start)
-            while done < chunk.nbytes:
-                first = 0 if into is None else done
-                piece = buffer[first : first + min(PIECE_NBYTES, chunk.nbytes - done)]
-                count = file.readinto(piece)
-                if not count:
-                    break
-                checksum = zlib.crc32(piece[:count], checksum)
+            while count := file.readinto(run[done:]):
                 done += count
-        if done != chunk.nbytes or checksum != chunk.crc32:
+        if done != chunk.nbytes or zlib.crc32(run) != chunk.crc32:
             reason = "its checksum is wrong" if done == chunk.nbytes else "the file is too short"
             raise CheckpointError(f"the checkpoint {self.folder} is damaged: {key} in {chunk.file}: {reason}")
 
     def check_all(self) -> None:
-        """Compare every byte with its checksum."""
-        for name in self.manifest.files:
-            self._check_header(name)
+        """Compare every byte with its checksum; every file has chunks."""
         for key, entry in self.manifest.entries.items():
             for chunk in entry.chunks:
                 self.read(key, chunk)
@@ -256,14 +234,12 @@ class CheckpointReader:
         box = box_of(key, entry.dtype, entry.shape, rows)
         tensor = torch.empty(box.sizes, dtype=entry.dtype, device="cpu")
         for chunk in entry.chunks:
-            both = list(zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True))
-            starts = [max(own, first) for own, _, first, _ in both]
-            sizes = [min(own + n, f + m) - s for s, (own, n, f, m) in zip(starts, both, strict=True)]
+            starts = list(map(max, box.offsets, chunk.offsets))
+            stops = map(min, map(add, box.offsets, box.sizes), map(add, chunk.offsets, chunk.sizes))
+            sizes = list(map(sub, stops, starts))
             if rows is None or all(size > 0 for size in sizes):
-                within, inside = (
-                    [s - o for s, o in zip(starts, b.offsets, strict=True)] for b in (box, chunk)
-                )
-                self.read_box(key, chunk, tensor[_slices(within, sizes)], inside)
+                place = _slices(list(map(sub, starts, box.offsets)), sizes)
+                self.read_box(key, chunk, tensor[place], list(map(sub, starts, chunk.offsets)))
         return tensor
 
     def map_tensor(self, key: str) -> Tensor | None:

@@ -48,6 +48,8 @@ class _Storage:
         """See the base class."""
         return plan
 
+    prepare_global_plan = prepare_local_plan
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """See the base class: any path will do."""
@@ -98,7 +100,7 @@ class Writer(_Storage, StorageWriter):
         written = [(box, chunk) for box, chunk, _ in parts]
         # Locked only here, since DCP does not say when a save has failed. So other saves may be writing.
         with closing(FolderLock(self._folder)):
-            folders.complete(self._folder, len(results), files, written, {}, paths)
+            folders.complete(self._folder, len(results), (files, written), {}, paths)
 
 
 class Reader(_Storage, StorageReader):
@@ -125,14 +127,8 @@ class Reader(_Storage, StorageReader):
                 metadata[key] = meta.TensorStorageMetadata(properties, torch.Size(entry.shape), boxes)
         return meta.Metadata(metadata, {key: tuple(path) for key, path in self.manifest.paths.items()})
 
-    def set_up_storage_reader(
-        self, metadata: meta.Metadata, is_coordinator: bool, *_args: object, **_kwargs: object
-    ) -> None:
+    def set_up_storage_reader(self, *_args: object, **_kwargs: object) -> None:
         """See the base class."""
-
-    def prepare_global_plan(self, plans: list[planning.LoadPlan]) -> list[planning.LoadPlan]:
-        """See the base class."""
-        return plans
 
     def read_data(self, plan: planning.LoadPlan, planner: planning.LoadPlanner) -> Future[None]:
         """See the base class. One chunk of extra memory, where a part of it is wanted or another device."""

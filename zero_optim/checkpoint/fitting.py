@@ -123,7 +123,7 @@ def _wrong_class(
                 packed_options = next(options for group, options in saved_groups if name in group)
                 options = unpack(packed_options, lambda key, _: reader.read_tensor(key))
                 options = {**options_of(optimizer.param_groups[number]), **options}
-                makes = state_entries(built.spec.optimizer_class, built.spec.arguments, num_dims, [options])
+                makes = state_entries(built.spec.subject([options]), num_dims)
                 is_known = makes or type(built.optimizer).__module__.startswith("torch.optim.")
                 if is_known and saved.isdisjoint(makes):
                     entries = ", ".join(sorted(saved))
@@ -234,7 +234,7 @@ def _cast(state: dict[str, Any], saved: torch.dtype | None, wanted: torch.dtype)
     """Cast tensors of the dtype that was stepped to the one that is, as ``load_state_dict`` does."""
     if saved in (None, wanted) or not wanted.is_floating_point:
         return state
-    kept = {key: value for key, value in state.items() if key in ("step", MASTER, EMA)}
+    kept = {key: value for key, value in state.items() if key in _NOT_OF_A_CLASS}
     return {**map_tensors(state, lambda t: t.to(wanted) if t.dtype == saved else t), **kept}
 
 

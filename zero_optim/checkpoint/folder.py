@@ -10,22 +10,22 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from zero_optim import __version__
 from zero_optim.checkpoint import manifest as manifests
-from zero_optim.checkpoint.data import CheckpointReader, Written, data_name, entries_of
+from zero_optim.checkpoint.data import CheckpointReader, Saved, data_name, entries_of
 from zero_optim.checkpoint.files import FolderLock, is_dir, is_own_file, part_of, sync_folder
-from zero_optim.checkpoint.manifest import DATA_FILE, FILE, DataFile, Manifest
+from zero_optim.checkpoint.manifest import DATA_FILE, FILE, Manifest
+from zero_optim.checkpoint.values import Json
 from zero_optim.errors import CheckpointError
 
 _LAST_NUMBER = 2**63 - 1
-_PART = part_of(FILE)
+_LEFT_BY_A_SAVE = re.compile(f"{DATA_FILE.pattern}|{part_of(FILE).pattern}")
 
 
 def resolved(path: object) -> Path:
@@ -74,7 +74,8 @@ def _complete_ones(folders: Iterable[Path]) -> list[Path]:
     age = {}
     for folder in folders:
         with suppress(CheckpointError):
-            age[folder] = manifests.read(folder).age
+            manifest = manifests.read(folder)
+            age[folder] = manifest.number, manifest.time_ns  # clocks can be set back
     return sorted(age, key=age.__getitem__)
 
 
@@ -84,16 +85,10 @@ def new_token() -> str:
 
 
 def complete(
-    folder: Path,
-    world_size: int,
-    files: Mapping[str, DataFile],
-    written: Written,
-    values: Mapping[str, Any],
-    paths: Mapping[str, list[str | int]],
-    *,
-    alone: bool = False,
+    folder: Path, world_size: int, saved: Saved, values: Json, paths: Json = None, *, alone: bool = False
 ) -> None:
     """Write the manifest, read it back, and remove what it replaces, and strays if ``alone`` here."""
+    files, written = saved
     for name, file in files.items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != file.nbytes:
             raise CheckpointError(
@@ -107,14 +102,14 @@ def complete(
             compared.update(_with_inner(place))
     number = min(max(map(manifests.number_in, compared)) + 1, _LAST_NUMBER)
     entries = entries_of(written)
-    manifest = Manifest(time.time_ns(), world_size, software, files, entries, values, paths, number)
+    manifest = Manifest(time.time_ns(), world_size, software, files, entries, values, paths or {}, number)
     replaced = set[str]()
     with suppress(CheckpointError):  # its manifest is missing or damaged
         replaced = set(manifests.parse(folder).files)
     manifests.commit(folder, manifest)
     named = manifests.read(folder).files  # of another save, if the file system has no locks
     for child in folder.iterdir():
-        stray = child.name in replaced or (alone and (_is_data(child) or _PART.fullmatch(child.name)))
+        stray = child.name in replaced or (alone and _LEFT_BY_A_SAVE.fullmatch(child.name))
         if stray and child.name not in named and is_own_file(child):
             child.unlink(missing_ok=True)
 
@@ -154,13 +149,7 @@ def _family(name: str) -> str:
 
 
 def _own_files(folder: Path) -> list[Path]:
-    return [
-        child
-        for child in folder.iterdir()
-        if (child.name in (FILE, FILE + ".part") or _PART.fullmatch(child.name) or _is_data(child))
-        and is_own_file(child)
-    ]
-
-
-def _is_data(path: Path) -> bool:
-    return DATA_FILE.fullmatch(path.name) is not None
+    ours = (
+        child for child in folder.iterdir() if child.name == FILE or _LEFT_BY_A_SAVE.fullmatch(child.name)
+    )
+    return list(filter(is_own_file, ours))

@@ -145,11 +145,6 @@ class Manifest:
     paths: Mapping[str, list[str | int]]
     number: int = 0
 
-    @property
-    def age(self) -> tuple[int, int]:
-        """The key that sorts checkpoints, oldest first. Clocks can be set back."""
-        return self.number, self.time_ns
-
     def __post_init__(self) -> None:
         """Check all types, and that every chunk is inside a file of this checkpoint."""
         _check_numbers("time, ranks and number", (self.time_ns, self.world_size, self.number))

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from datetime import datetime, timezone
 from io import BufferedRandom, FileIO
@@ -16,6 +16,7 @@ from zero_optim.checkpoint.data import (
     DTYPES,
     Box,
     CheckpointReader,
+    Saved,
     Written,
     box_of,
     bytes_of,
@@ -30,7 +31,6 @@ from zero_optim.checkpoint.sections import (
     mapping,
     of_file,
     of_reader,
-    placeholders_of,
     sections_of,
     state_dict_of,
     torch_save,
@@ -168,15 +168,13 @@ def convert(
     with blamed_on(source):
         try:
             remove_stale_parts(out)
+            whole = sections_of(content.values, mapping(content, out), by_name=to != "torch")
             if to == "dcp":
                 from zero_optim.checkpoint.formats.dcp_folder import write_dcp
 
-                places, get = placeholders_of(content)
                 with new_folder(out) as folder:
-                    write_dcp(sections_of(content.values, get, by_name=True), places, folder)
+                    write_dcp(whole, folder)
             else:
-                get = mapping(content, out)
-                whole = sections_of(content.values, get, by_name=to == "torch-names")
                 with replacing(out) as file:
                     _save(whole, file)
         except OSError as error:
@@ -211,54 +209,44 @@ def reshard(
         owner_of = _owners(content, world_size)
     try:
         with closing(FolderLock(out)) as lock:
-            files, written = _write(content, owner_of, out)
-            complete(out, world_size, files, written, content.values, {}, alone=lock.keeps_out)
+            saved = _write(content, owner_of, out)
+            complete(out, world_size, saved, content.values, alone=lock.keeps_out)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
 
 
-def _owners(source: Source, world_size: int) -> Callable[[str], int]:
-    """Choose a rank for each key as an optimizer does by default: by size, group by group."""
+def _owners(source: Source, world_size: int) -> dict[str, int]:
+    """Choose ranks for keys as an optimizer does by default: by size, group by group; rank 0 for others."""
     about = source.values.get(OPTIMIZER, {"groups": [], "params": {}})
+    found = ((key, re.match(f"({STATE}|{MODEL}|{RANDOM})/([^/]+)", key)) for key in source.boxes)
+    parts = {key: (match[1], unquote(match[2])) for key, match in found if match is not None}
     costs = defaultdict[str, float](float)  # elements of a parameter, or if unknown the bytes of its state
-    for key, box in source.boxes.items():
-        name, slash, _ = key.removeprefix(STATE + "/").partition("/")
-        if slash and key.startswith(STATE + "/"):
-            costs[unquote(name)] += box.nbytes
+    for key, (section, name) in parts.items():
+        costs[name] += source.boxes[key].nbytes if section == STATE else 0
     costs.update({name: float(math.prod(shape)) for name, (_, shape) in about["params"].items()})
     groups, of_name = [group["names"] for group in about["groups"]], dict[str, int]()
     owners = assign_owners([[costs[name] for name in names] for names in groups], world_size)
     for names, ranks in zip(groups, owners, strict=True):
         of_name.update(zip(names, ranks, strict=True))
-
-    def owner_by_name(key: str) -> int | None:
-        section = next((each for each in (STATE, MODEL) if key.startswith(each + "/")), None)
-        return of_name.get(unquote(key[len(section) + 1 :].partition("/")[0])) if section else None
-
-    loads, rest = [0.0] * world_size, dict[str, int]()
+    of_key, loads, rest = dict[str, int](), [0.0] * world_size, dict[str, int]()
+    for key, (section, name) in parts.items():
+        if section == RANDOM:
+            of_key[key] = int(name) if int(name) < world_size else 0
+        elif name in of_name:
+            of_key[key] = of_name[name]
     for key in (key for part in model_parts(source.values).values() for key in tensors_in(part)):
-        owner = owner_by_name(key)
-        if owner is None:
-            rest[key] = source.boxes[key].nbytes
+        if key in of_key:
+            loads[of_key[key]] += source.boxes[key].nbytes
         else:
-            loads[owner] += source.boxes[key].nbytes
+            rest[key] = source.boxes[key].nbytes
     (more,) = assign_owners([list(rest.values())], world_size, loads)
-    of_key = dict(zip(rest, more, strict=True))
-
-    def owner_of(key: str) -> int:
-        owner = owner_by_name(key)
-        if owner is None and key.startswith(RANDOM + "/"):
-            rank = int(key.split("/")[1])
-            owner = rank if rank < world_size else 0
-        return of_key.get(key, 0) if owner is None else owner
-
-    return owner_of
+    return of_key | dict(zip(rest, more, strict=True))
 
 
-def _write(source: Source, owner_of: Callable[[str], int], out: Path) -> tuple[dict[str, DataFile], Written]:
+def _write(source: Source, owner_of: dict[str, int], out: Path) -> Saved:
     token, boxes = new_token(), dict[int, list[Box]]()
     for key, box in source.boxes.items():
-        boxes.setdefault(owner_of(key), []).append(box)
+        boxes.setdefault(owner_of.get(key, 0), []).append(box)
     files, written = dict[str, DataFile](), Written()
     try:
         for rank in sorted(boxes):

@@ -13,7 +13,7 @@ Note [Protocol of a save]
 import atexit
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -128,7 +128,6 @@ class PendingSave:
     def __init__(self, save: "_Save", began: float) -> None:
         self.path = save.folder
         self._error: Exception | None = None
-        self._key = object()
         self._thread = Thread(target=self._run, args=(save,), name="zero_optim save")
         self._thread.start()
         self.stall = perf_counter() - began
@@ -143,7 +142,7 @@ class PendingSave:
         except BaseException as error:  # noqa: BLE001 - such as SystemExit
             self._error = _ended_by(error, self.path)
         if self._error is not None:  # without its traceback, which has much else
-            _UNSEEN[self._key] = f"{self.path} was not saved: {message_of(self._error)}"
+            _UNSEEN[self._thread] = f"{self.path} was not saved: {message_of(self._error)}"
 
     def done(self) -> bool:
         """Whether the save has ended, also with an error."""
@@ -152,7 +151,7 @@ class PendingSave:
     def wait(self) -> None:
         """Wait until the checkpoint is complete; CheckpointError if it could not be written."""
         self._thread.join()
-        _UNSEEN.pop(self._key, None)
+        _UNSEEN.pop(self._thread, None)
         if self._error is not None:
             for group, last in list(_LAST.items()):
                 if last is self:  # its traceback will have the caller's frames, and with them the group
@@ -160,7 +159,7 @@ class PendingSave:
             raise self._error
 
 
-_UNSEEN: dict[object, str] = {}  # errors of saves for which nobody has waited
+_UNSEEN: dict[Thread, str] = {}  # errors of saves for which nobody has waited
 
 
 @atexit.register  # Python waits for the threads before
@@ -250,14 +249,12 @@ class _Save:
             with self._together():
                 lock = FolderLock(folder) if group.rank == 0 else None
             token = group.all_gather_fixed(folders.new_token().encode())[0].decode()
+            removes: Iterable[int] = [group.rank]  # the files of these ranks, after an error
             try:
                 with self._together():
                     boxes = self.part.all_boxes()
                     files, written = write_tensors(folder, token, group.rank, boxes, self.part.bytes_of)
-            except Exception:
-                folders.discard(folder, token, group.rank)
-                raise
-            try:
+                removes = () if group.rank else range(group.size)
                 mine = [
                     [[name, *astuple(file)] for name, file in files.items()],
                     [[astuple(box), astuple(chunk)] for box, chunk in written],
@@ -271,10 +268,9 @@ class _Save:
                 with self._together():
                     if lock is not None:
                         alone = lock.keeps_out
-                        folders.complete(folder, group.size, files, written, values, {}, alone=alone)
+                        folders.complete(folder, group.size, (files, written), values, alone=alone)
             except Exception:
-                if group.rank == 0:
-                    folders.discard(folder, token, *range(group.size))
+                folders.discard(folder, token, *removes)
                 raise
             with self._together():
                 if self.keep is not None and group.rank == 0:

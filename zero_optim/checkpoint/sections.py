@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -33,7 +32,7 @@ from zero_optim.checkpoint.objects import positional
 from zero_optim.checkpoint.values import Json, key_of, unpack, without_arrays
 from zero_optim.comm.wire import memory_of
 from zero_optim.errors import StateMismatchError
-from zero_optim.plan.groups import PARAM_KEYS
+from zero_optim.plan.groups import options_of
 from zero_optim.probe.saved import BESIDE
 from zero_optim.state.dicts import with_beside
 
@@ -124,21 +123,17 @@ def _parts(sections: object) -> dict[str, Any]:
     parts: dict[str, Any] = dict(sections) if isinstance(sections, Mapping) else {}
     parts.update(*parts.pop(EXACT, ()))
     while len(parts) == 1 and isinstance(inner := next(iter(parts.values())), Mapping):
-        if set(map(_alias, parts)) & set(_KNOWN):
+        if parts.keys() & {*_KNOWN, *_ALIASES}:
             break
         parts = dict(inner)
     if {"state", "param_groups"} <= _nested(parts).keys():
         return {OPTIMIZER: parts}
-    parts = {_alias(name): value for name, value in parts.items()}
+    parts = {_ALIASES.get(name, name): value for name, value in parts.items()}
     if MODEL not in parts:
         weights = {name: value for name, value in parts.items() if isinstance(value, Tensor)}
         parts = {name: value for name, value in parts.items() if name not in weights}
         parts |= {MODEL: weights} if weights else {}
     return parts
-
-
-def _alias(name: Any) -> Any:  # noqa: ANN401 - a key of any dict
-    return _ALIASES.get(name, name)
 
 
 def _nested(optimizer: Mapping[Any, Any]) -> Mapping[Any, Any]:
@@ -182,7 +177,7 @@ def _add_optimizer(content: RankContent, whole: Mapping[Any, Any], names: Sequen
         if own is None:
             own, named = [positional(number, place) for place in range(len(keys))], False
         known.update(zip(keys, own, strict=True))
-        groups.append((own, {k: v for k, v in group.items() if k not in PARAM_KEYS}))
+        groups.append((own, options_of(group)))
     every = Counter(chain.from_iterable(own for own, _ in groups))
     twice = [name for name, count in every.items() if count > 1]
     if twice:
@@ -264,15 +259,3 @@ def torch_save(value: object, file: IO[bytes]) -> None:
         torch.save(value, file)
     except RuntimeError as error:
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-
-
-def placeholders_of(source: Source) -> tuple[Placeholders, Callable[..., Tensor]]:
-    """Return placeholders, and a function that makes one for the tensor of a key."""
-    places = Placeholders()
-
-    def placed(key: str, _strides: Sequence[int]) -> Tensor:
-        box = source.boxes[key]
-        assert box.dtype is not None  # `unpack` asks for tensors only
-        return places.add(box.dtype, box.shape, partial(source.read, key))
-
-    return places, placed

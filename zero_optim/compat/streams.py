@@ -170,35 +170,29 @@ def record_use(*tensors: Tensor) -> None:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a small CPU tensor to a device. The CPU does not wait."""
-    accelerator = accelerator_of(device)
-    if accelerator is None:
-        return tensor.to(device)
-    return accelerator.host_tensor(tensor).copy_(tensor).to(device, non_blocking=True)
+    """Copy a small tensor to a device; the CPU waits only for a copy to the CPU."""
+    if tensor.device == device:
+        return tensor
+    return _pinned(tensor, device).to(device, non_blocking=is_asynchronous(device))
 
 
 def copy_to(place: Tensor, tensor: Tensor) -> None:
     """Copy a small CPU tensor into a device tensor. The CPU does not wait."""
-    accelerator = accelerator_of(place.device)
-    if accelerator is None:
-        place.copy_(tensor)
-    else:
-        place.copy_(accelerator.host_tensor(tensor).copy_(tensor), non_blocking=True)
+    place.copy_(_pinned(tensor, place.device), non_blocking=is_asynchronous(place.device))
+
+
+def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a CPU tensor to pinned memory, if it goes to an accelerator."""
+    accelerator = accelerator_of(device)
+    if accelerator is None or tensor.device.type != "cpu":
+        return tensor
+    return accelerator.host_tensor(tensor).copy_(tensor)
 
 
 def future_on(device: torch.device) -> torch.futures.Future[Tensor]:
     """Return a future for a tensor on a device."""
     accelerator = accelerator_of(device)
     return torch.futures.Future() if accelerator is None else accelerator.future(device)
-
-
-def brought_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a small tensor to a device; the CPU waits only for a copy to the CPU."""
-    if tensor.device == device:
-        return tensor
-    if tensor.device.type == "cpu":
-        return to_device(tensor, device)
-    return tensor.to(device, non_blocking=is_asynchronous(device))
 
 
 class HostCopy:

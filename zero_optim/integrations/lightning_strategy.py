@@ -1,18 +1,32 @@
 """What strategies of ``lightning`` and ``pytorch_lightning`` have in common, two packages of equal code."""
 
 import copy
-from collections.abc import Mapping
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
-from zero_optim.integrations.lightning_checkpoints import SavesSharded
-from zero_optim.integrations.stages import WRAPPERS, check_stage, inner
-from zero_optim.integrations.wrapped_modules import parts_unsharded, wrap_parts
+import torch
+from torch import Tensor, nn
+
+from zero_optim.checkpoint import load, peek, save
+from zero_optim.ddp.full.module_hooks import units_of, unsharded
+from zero_optim.integrations.stages import WRAPPERS, check_stage, inner, sharded_parts, whole_state
+from zero_optim.optimizer import ZeroRedundancyOptimizer
+
+LIGHTNING = "lightning"  # in a folder's ``extra``: what is neither parameters nor optimizer state, as bytes
+
+_Strategy: Any = object  # that of Lightning comes behind the mixin
 
 
-class ZeroMixin(SavesSharded):
+class ZeroMixin(_Strategy):
     """Train at a stage of ZeRO: ``Trainer(strategy="zero2")`` is ``Trainer(strategy=ZeroStrategy(2))``.
+
+    All ranks call each method. A folder of a checkpoint loads on any number of ranks and at any stage. A file
+    has the keys and values of a run with ``DDPStrategy`` and the plain optimizer; either loads the other's.
 
     Args:
         stage: 1 shards the state, below PyTorch's DDP; 2 gradients too; 3 parameters too, with one optimizer.
@@ -21,6 +35,10 @@ class ZeroMixin(SavesSharded):
             rank 0 writes a file. Takes one optimizer. Needed to load a folder.
         **options: those of ``DDPStrategy``.
     """
+
+    _folder: Path | None = None
+    _is_ending = False
+    parts: Sequence[Any] = ()  # wrappers of modules with an optimizer each
 
     def __init__(
         self,
@@ -40,7 +58,7 @@ class ZeroMixin(SavesSharded):
 
     def setup(self, trainer: Any) -> None:
         """Set up a run; a module that ``fit`` has sharded can be evaluated afterwards."""
-        with parts_unsharded(self.lightning_module):
+        with _parts_unsharded(self.lightning_module):
             super().setup(trainer)
 
     def configure_ddp(self) -> None:
@@ -61,7 +79,7 @@ class ZeroMixin(SavesSharded):
         if module.automatic_optimization or (self.stage == 2 and len(optimizers) == 1):
             self.model = wrap(module, optimizers[0])
         else:
-            self.parts = wrap_parts(module, optimizers, wrap, one_each=self.stage == 3)
+            self.parts = _wrap_parts(module, optimizers, wrap, one_each=self.stage == 3)
 
     def pre_backward(self, closure_loss: Any) -> None:
         """Begin a pass; raises what a pass before has found late, on a GPU."""
@@ -79,6 +97,70 @@ class ZeroMixin(SavesSharded):
         if plugin is not None and self.stage > 1 and not isinstance(plugin, _Clips):
             plugin = _clipping(copy.copy(plugin))
         self._precision_plugin = plugin
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the whole model, at stage 3 with one optimizer on rank 0 alone; nothing for a folder."""
+        if self.sharded_checkpoints:
+            return {}
+        state = whole_state(self.lightning_module, everywhere=False)
+        whole: dict[str, Any] = super().lightning_module_state_dict() if state is None else state
+        return whole
+
+    def optimizer_state(self, optimizer: Any) -> Any:
+        """Return the whole state on rank 0; nothing for a folder."""
+        return {} if self.sharded_checkpoints else super().optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a file on rank 0, or the folder."""
+        if not self.sharded_checkpoints:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        filepath, rest = self.broadcast((str(filepath), buffer.getvalue()))
+        has_state = "optimizer_states" in checkpoint
+        optimizer = inner(self.optimizers[0]) if has_state else None
+        save(filepath, model=self.model, optimizer=optimizer, extra={LIGHTNING: rest})
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        """Read a file, or what Lightning itself has in a folder."""
+        self._folder = Path(checkpoint_path) if Path(checkpoint_path).is_dir() else None
+        if self._folder is None:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        if not self.sharded_checkpoints:
+            raise ValueError(f"{self._folder} is a folder: load with ZeroStrategy(sharded_checkpoints=True)")
+        extra: Any = peek(self._folder).extra
+        return torch.load(io.BytesIO(extra[LIGHTNING]), weights_only=weights_only)
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Load parameters and buffers."""
+        if self._folder is None:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            load(self._folder, model=self.model, random=False)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Load the optimizer's state."""
+        if self._folder is None:
+            super().load_optimizer_state_dict(checkpoint)
+        else:
+            ours = inner(self.optimizers[0])
+            load(self._folder, model=self.model, optimizer=ours, random=False)
+
+    @property
+    def lightning_module(self) -> Any:
+        """The module; None at the end of a run, where Lightning moves it: a sharded one stays."""
+        return None if self._is_ending else super().lightning_module
+
+    def teardown(self) -> None:
+        """End a run."""
+        module = self.lightning_module
+        if module is not None and units_of(module) is not None:
+            self.model, self._is_ending = module, True
+        try:
+            super().teardown()
+        finally:
+            self.parts, self._is_ending = (), False
 
 
 class _Clips:
@@ -103,3 +185,46 @@ def register(registry: Any, strategy: Any) -> None:
     """Give a strategy names for `Trainer`, one for each stage."""
     for stage in (1, *WRAPPERS):
         registry.register(f"zero{stage}", strategy, f"ZeRO stage {stage} of zero_optim", stage=stage)
+
+
+def _wrap_parts(
+    module: nn.Module,
+    optimizers: Sequence[ZeroRedundancyOptimizer],
+    wrap: Callable[[nn.Module, ZeroRedundancyOptimizer], nn.Module],
+    *,
+    one_each: bool,
+) -> list[nn.Module]:
+    """Wrap the modules of each optimizer, as those of a GAN, by themselves; all ranks call."""
+    parts = [_parts(module, set(optimizer.pieces())) for optimizer in optimizers]
+    held = [param for some in parts for part in some for param in part.parameters() if param.requires_grad]
+    trained = {param for param in module.parameters() if param.requires_grad}
+    if len(held) != len(set(held)) or set(held) != trained:
+        raise ValueError(
+            "expected each trainable parameter in one optimizer, and each optimizer with modules of its own "
+            "that hold no parameters of another"
+        )
+    if one_each and any(len(some) != 1 for some in parts):
+        raise ValueError(
+            "at stage 3 expected one module for each optimizer, with all of its parameters: put its modules "
+            "into one"
+        )
+    modules = [some[0] if len(some) == 1 else nn.ModuleList(some) for some in parts]
+    return [wrap(part, optimizer) for part, optimizer in zip(modules, optimizers, strict=True)]
+
+
+def _parts(module: nn.Module, params: set[Tensor]) -> list[nn.Module]:
+    parts = []
+    for child in module.children():
+        trained = {param for param in child.parameters() if param.requires_grad}
+        if trained & params:
+            parts += [child] if trained <= params else _parts(child, params)
+    return parts
+
+
+@contextmanager
+def _parts_unsharded(module: nn.Module) -> Iterator[None]:
+    """Make all of them whole for the time of a ``with``; all ranks enter and leave it."""
+    with ExitStack() as whole:
+        for part in sharded_parts(module):
+            whole.enter_context(unsharded(part))
+        yield

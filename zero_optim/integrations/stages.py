@@ -8,8 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel, full_state_dict
-from zero_optim.ddp.full.module_hooks import units_in, units_of
-from zero_optim.integrations.wrapped_modules import sharded_parts
+from zero_optim.ddp.full.module_hooks import units_at, units_in, units_of
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.shard.row_bucket import left_freed
 
@@ -38,6 +37,11 @@ def consolidate(optimizer: Any, *, everywhere: bool) -> None:
     """Bring a sharded optimizer's whole state to rank 0, or to all ranks; all call. Others are left alone."""
     if is_ours(optimizer):
         inner(optimizer).consolidate_state_dict(to=None if everywhere else 0)
+
+
+def sharded_parts(module: nn.Module) -> list[nn.Module]:
+    """List the modules inside of one, or the one, that were wrapped at stage 3."""
+    return [each for each in module.modules() if units_at(each) is not None]
 
 
 def whole_state(model: nn.Module, *, everywhere: bool) -> dict[str, Any] | None:

@@ -8,15 +8,14 @@ Note [Rows that are cut]
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from zero_optim.comm.encoding import inner_tensors
 from zero_optim.probe.comparison import difference
@@ -54,12 +53,8 @@ class CutRows(NamedTuple):
     ends: tuple[int, ...]
 
 
-def why_not_cut(
-    optimizer_class: Callable[..., Optimizer],
-    options: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]] = (),
-    dtype: torch.dtype = torch.float32,
-) -> str | None:
+@remembered
+def why_not_cut(subject: OptimizerUnderTest, dtype: torch.dtype = torch.float32) -> str | None:
     """Return why ranks cannot share the rows of parameters; None if they can. Takes 5 to 40 ms; cached.
 
     Rows stepped as parameters, and their state, must have the bits of the whole, also with other numbers. On
@@ -68,18 +63,13 @@ def why_not_cut(
     """
     if dtype.itemsize < (8 if dtype.is_complex else 4):  # too few elements show it for a trial to rely on
         return f"{dtype} on the CPU: kernels round otherwise at the end of a vector than in the middle of one"
-    return _try_class(OptimizerUnderTest.of(optimizer_class, options, groups), dtype)
-
-
-@remembered
-def _try_class(subject: OptimizerUnderTest, dtype: torch.dtype) -> str | None:
     answer = trial_of(subject)
     traits = answer.traits
     if answer.subject is None or answer.feed is None or not traits.separable:
         return traits.untried or traits.coupling
     parts = answer.subject.by_kernel()
     if len(parts) > 1:
-        reasons = (_try_class(part, dtype) for part in parts)
+        reasons = (why_not_cut(part, dtype) for part in parts)
         return next((reason for reason in reasons if reason is not None), None)
     # A fused kernel may treat a vector's end differently, but no plan cuts there.
     if traits.shape_use is not None and (answer.feed.sparse or not answer.subject.is_fused):
@@ -142,14 +132,8 @@ def _why_not_joined(whole: TrialRecord, variant: Variant) -> str | None:
     return difference(whole, variant)
 
 
-def why_rows_not_cut(
-    optimizer_class: Callable[..., Optimizer],
-    options: Mapping[str, Any],
-    group: Mapping[str, Any],
-    cut: CutRows,
-) -> str | None:
+def why_rows_not_cut(subject: OptimizerUnderTest, cut: CutRows) -> str | None:
     """Return why ranks cannot share a plan's very rows: Note [Rows that are cut]; cached."""
-    subject = OptimizerUnderTest.of(optimizer_class, options, [group])
     for shape, sizes in like_rows(cut.shape, cut.ends):
         reason = _try_rows(subject, cut.dtype, shape, sizes)
         if reason is not None:

@@ -1,7 +1,7 @@
 """Probes what an optimizer class tolerates: runs it on small tensors and allows what gives equal bits."""
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
@@ -56,25 +56,15 @@ _LARGE_SIZES = (128, 34, 3, 2, 5, 7)
 _LARGE_VECTOR = (4352,)
 
 
-def probe(
-    optimizer_class: Callable[..., Optimizer],
-    options: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]] = (),
-) -> Traits:
+def probe(subject: OptimizerUnderTest) -> Traits:
     """Probe a class with some options: 10 to 40 ms, or seconds with idle entries; cached. No side effects."""
-    return trial_of(OptimizerUnderTest.of(optimizer_class, options, groups)).traits
+    return trial_of(subject).traits
 
 
-def state_entries(
-    optimizer_class: Callable[..., Optimizer],
-    options: Mapping[str, Any],
-    num_dims: int,
-    groups: Sequence[Mapping[str, Any]] = (),
-) -> dict[str, bool]:
+def state_entries(subject: OptimizerUnderTest, num_dims: int) -> dict[str, bool]:
     """Return whether each state entry of parameters with so many dimensions has their shape; or nothing."""
     if not 0 < num_dims <= len(_SIZES):
         return {}
-    subject = OptimizerUnderTest.of(optimizer_class, options, groups)
 
     def entries_of(shape: tuple[int, ...], group: object) -> dict[str, bool]:
         feed = Feed((shape,), gaps=False, num_groups=1, num_steps=1)
@@ -95,19 +85,9 @@ def state_entries(
     return {name: all(entries.get(name) for entries in tried) for entries in tried for name in entries}
 
 
-def why_dtypes_couple(
-    optimizer_class: Callable[..., Optimizer],
-    options: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]],
-    dtypes: Collection[torch.dtype],
-) -> str | None:
-    """Return why a group cannot mix dtypes, or None: Adafactor takes ``eps`` from its first parameter."""
-    subject = OptimizerUnderTest.of(optimizer_class, options, groups)
-    return _try_dtypes(subject, tuple(sorted(dtypes, key=str)))
-
-
 @remembered
-def _try_dtypes(subject: OptimizerUnderTest, dtypes: tuple[torch.dtype, ...]) -> str | None:
+def why_dtypes_couple(subject: OptimizerUnderTest, dtypes: frozenset[torch.dtype]) -> str | None:
+    """Return why a group cannot mix dtypes, or None: Adafactor takes ``eps`` from its first parameter."""
     answer = trial_of(subject)
     if answer.subject is None or answer.feed is None or not answer.traits.separable:
         return None  # the class is refused, or not tried
@@ -115,7 +95,8 @@ def _try_dtypes(subject: OptimizerUnderTest, dtypes: tuple[torch.dtype, ...]) ->
         trial = recorded(answer.subject, answer.feed)
         if trial is None:
             return None
-        for (one, other), shapes in product(combinations(dtypes, 2), (answer.feed.shapes, _MATRICES)):
+        pairs = combinations(sorted(dtypes, key=str), 2)
+        for (one, other), shapes in product(pairs, (answer.feed.shapes, _MATRICES)):
             feed = replace(answer.feed, shapes=shapes, dtype=one, second=other, num_steps=3)
             reason = _try_coupling(feed, trial)
             if reason is not None:

@@ -79,24 +79,6 @@ class OptimizerUnderTest:
     options: object
     groups: tuple[object, ...]
 
-    @classmethod
-    def of(
-        cls, build: Builder, options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
-    ) -> "OptimizerUnderTest":
-        """Make options hashable, including those of functools.partial."""
-        function = getattr(build, "func", None)
-        if callable(function) and not getattr(build, "args", True):
-            return cls.of(function, {**build.keywords, **options}, groups)  # type: ignore[attr-defined]
-        try:
-            reference: Callable[[], Any] = weakref.ref(build)
-        except TypeError:
-            reference = Held(build)
-        distinct = _distinct(to_hashable(_awake(group)) for group in groups or [{}])
-        if len(distinct) > _NUM_EXACT_GROUPS:
-            of_kind = {_kind_of(group): to_hashable(_awake(group)) for group in reversed(groups)}
-            distinct = _distinct(reversed(of_kind.values()))
-        return cls(reference, to_hashable(_awake(options)), distinct)
-
     @property
     def is_fused(self) -> bool:
         """Whether a kernel takes the whole step, split where plans cut; for subjects of `by_kernel`."""
@@ -143,6 +125,24 @@ class OptimizerUnderTest:
         options, *groups = map(to_hashable, off)
         plain = replace(self, options=options, groups=tuple(groups))
         return (self,) if plain == self else (self, plain)
+
+
+def under_test(
+    build: Builder, options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]] = ()
+) -> OptimizerUnderTest:
+    """Make options hashable, including those of functools.partial."""
+    function = getattr(build, "func", None)
+    if callable(function) and not getattr(build, "args", True):
+        return under_test(function, {**build.keywords, **options}, groups)  # type: ignore[attr-defined]
+    try:
+        reference: Callable[[], Any] = weakref.ref(build)
+    except TypeError:
+        reference = Held(build)
+    distinct = _distinct(to_hashable(_awake(group)) for group in groups or [{}])
+    if len(distinct) > _NUM_EXACT_GROUPS:
+        of_kind = {_kind_of(group): to_hashable(_awake(group)) for group in reversed(groups)}
+        distinct = _distinct(reversed(of_kind.values()))
+    return OptimizerUnderTest(reference, to_hashable(_awake(options)), distinct)
 
 
 def remembered(function: F) -> F:

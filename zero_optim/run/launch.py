@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from zero_optim.errors import LaunchTimeoutError, RankFailedError
-from zero_optim.run.host import num_cores
 from zero_optim.run.rank import Failure, Job, encode_call, enter
 from zero_optim.run.stacks import stacks_of
 
@@ -64,7 +63,8 @@ def launch(
     deadline = None if timeout is None else monotonic() + timeout
     processes: list[BaseProcess] = []
     with tempfile.TemporaryDirectory(prefix="zero_optim-") as folder:
-        job = Job(folder, nproc, backend, threads or max(1, num_cores() // nproc), os.getpid())
+        share = max(1, len(os.sched_getaffinity(0)) // nproc)  # of the cores that this process may use
+        job = Job(folder, nproc, backend, threads or share, os.getpid())
         job.path("call").write_bytes(encode_call(fn, args))
         if prepare is not None:
             job.path("prepare").write_bytes(encode_call(prepare, ()))

@@ -6,6 +6,7 @@ Note [Which failure is reported]
     that only repeats another rank's last.
 """
 
+import ctypes
 import gc
 import importlib.util
 import json
@@ -13,6 +14,7 @@ import linecache
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -26,9 +28,9 @@ import torch
 import torch.distributed as dist
 
 from zero_optim.errors import StalledError, is_remote
-from zero_optim.run.host import end_with_parent, use_loopback
 from zero_optim.run.stacks import answer_with_stacks, traceback_text
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _MOST_COLLECTIONS = 10  # though a thread of the user may make garbage all the time
 _POLL = 0.05  # seconds between two looks at whether the others have told why they failed
 CAUSE = 120.0  # seconds that a rank which only heard of a failure gives the one that failed, on a busy host
@@ -101,6 +103,21 @@ def _signal(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def end_with_parent(parent: int) -> None:
+    """Have Linux kill this process with its parent (a process id), even if it hangs in C++; called once."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
+        raise OSError(ctypes.get_errno(), "Linux does not kill a rank with its parent")
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        os._exit(1)
+
+
+def use_loopback() -> None:
+    """Make later process groups use the loopback interface, which no other machine reaches."""
+    name = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def enter(rank: int, job: Job) -> None:

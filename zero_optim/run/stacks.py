@@ -44,14 +44,11 @@ def stacks_of(processes: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
 
 
 def _why_silent(pid: int) -> str:
-    """Return why a process cannot answer; "" if it can, or if this system does not tell."""
+    """Return why a process cannot answer; "" if it can."""
     try:
-        os.kill(pid, 0)
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
-    except ProcessLookupError:  # also of a file that was open when the process went
+    except (FileNotFoundError, ProcessLookupError):  # the latter of a file that was open as the process went
         return ": the process has ended"
-    except OSError:  # no such folder, on other systems than Linux
-        return ""
     status = dict(line.partition(":")[::2] for line in lines)
     state = status["State"].split()[0]
     if state in "ZX":

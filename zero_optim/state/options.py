@@ -180,10 +180,10 @@ class GroupOptions:
     ) -> None:
         """Raise ValueError if a class joins parameters of the dtypes that a group has."""
         for each, group in zip(self.specs, groups, strict=True):
-            spec, dtypes = each.spec, set(map(stepped_dtype, group["params"]))
+            spec, dtypes = each.spec, frozenset(map(stepped_dtype, group["params"]))
             if len(dtypes) < 2 or self.options.assume_separable:
                 continue
-            reason = why_dtypes_couple(spec.optimizer_class, spec.arguments, [each.options], dtypes)
+            reason = why_dtypes_couple(spec.subject([each.options]), dtypes)
             if reason is not None:
                 raise ValueError(
                     f"expected parameters of one dtype in each group, as {spec.name} gives other results "

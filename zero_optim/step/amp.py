@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.compat import private
-from zero_optim.compat.streams import brought_to
+from zero_optim.compat.streams import to_device
 from zero_optim.step.join import Status, ranks_that
 from zero_optim.step.partial import PartialGradient
 
@@ -42,7 +42,7 @@ class Scaling:
         flags = list(private.found_inf_per_device(scaler, optimizer).values())
         found_inf = torch.zeros((), device="cpu") if not flags else flags[0]
         for flag in flags[1:]:
-            found_inf = found_inf + brought_to(flag, found_inf.device)
+            found_inf = found_inf + to_device(flag, found_inf.device)
         return cls(found_inf, None if is_unscaled else private.get_scale_async(scaler), scaler)
 
     @property
@@ -76,7 +76,7 @@ class Scaling:
                 by_kind.setdefault((grad.device, grad.dtype), []).append(values.detach())  # plain tensors
         for (device, _), grads in by_kind.items():
             ignored = torch.zeros((), device=device)  # the infinities have been looked for already
-            private.amp_foreach_non_finite_check_and_unscale_(grads, ignored, brought_to(inverse, device))
+            private.amp_foreach_non_finite_check_and_unscale_(grads, ignored, to_device(inverse, device))
 
 
 def drop_scale(optimizer: torch.optim.Optimizer) -> bool:

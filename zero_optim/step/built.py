@@ -47,7 +47,7 @@ class BuiltOptimizer:
                 "for masters, or use it without sharding"
             )
         if self._is_tried:
-            traits = probe(self.spec.optimizer_class, self.spec.arguments, self.first_options)
+            traits = probe(self.spec.subject(self.first_options))
             if not traits.separable:
                 raise ValueError(refusal(self.spec.optimizer_class, traits))
             self.traits = traits
@@ -83,8 +83,7 @@ class BuiltOptimizer:
     def state_entries(self, num_dims: int) -> dict[str, bool]:
         """Return whether each state entry of such parameters has their shape, as a probe shows."""
         if num_dims not in self._answers:
-            known = self.spec.optimizer_class, self.spec.arguments
-            self._answers[num_dims] = state_entries(*known, num_dims, self.first_options)
+            self._answers[num_dims] = state_entries(self.spec.subject(self.first_options), num_dims)
         entries: dict[str, bool] = self._answers[num_dims]
         return entries
 

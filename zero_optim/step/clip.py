@@ -26,7 +26,7 @@ from zero_optim.comm.agreement import agree, check_flags, one_error
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import bytes_to_tensor, tensor_to_bytes
 from zero_optim.compat import private
-from zero_optim.compat.streams import HostCopy, brought_to, is_asynchronous, to_device
+from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.dtensor.placement import is_dtensor
 from zero_optim.plan.description import describe
 from zero_optim.plan.pieces import Pieces
@@ -219,7 +219,7 @@ def _exchanged(
     place = device if _sends_beside(group, device) else group.device
     mine = torch.zeros(num_slots, dtype=torch.float64, device=place)
     if norms is not None:
-        mine[: norms.numel()] = brought_to(norms, place)
+        mine[: norms.numel()] = to_device(norms, place)
     if _sends_beside(group, device):
         octets = b"".join(group.all_gather_fixed(known))
         values = group.all_gather_rows(mine.view(torch.uint8)).view(torch.float64)
@@ -258,4 +258,4 @@ def _norms(grads: Sequence[Tensor], norm_type: float, foreach: bool | None) -> T
     if not dense:
         return None
     device = next((device for device, _ in by_kind if is_asynchronous(device)), dense[0].device)
-    return torch.stack([brought_to(by_index[index], device) for index in range(len(dense))])
+    return torch.stack([to_device(by_index[index], device) for index in range(len(dense))])

@@ -16,7 +16,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import decode, encode
 from zero_optim.comm.frames import bytes_to_tensor
 from zero_optim.comm.wire import recv_encoded, send_value
-from zero_optim.compat.streams import HostCopy, brought_to, to_device
+from zero_optim.compat.streams import HostCopy, to_device
 from zero_optim.plan.groups import ParamGroup, options_of
 from zero_optim.plan.pieces import Pieces, piece_of
 from zero_optim.step.gradients import rows_of, set_owned_gradient
@@ -41,7 +41,7 @@ def exchange(
     mine = to_device(bytes_to_tensor(bytes([status])), group.device)
     if found_inf is not None:
         is_infinite = found_inf.ne(0).to(torch.uint8).reshape(1)
-        mine = mine + brought_to(is_infinite, group.device) * int(Status.INFINITE)
+        mine = mine + to_device(is_infinite, group.device) * int(Status.INFINITE)
     received = group.read(HostCopy(group.all_gather_rows(mine))).flatten()
     statuses = list(map(Status, received.tolist()))
     if any(Status.FAILED in each for each in statuses):

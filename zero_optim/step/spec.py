@@ -14,6 +14,7 @@ from zero_optim.plan.groups import ParamGroup, options_of
 from zero_optim.plan.pieces import Pieces
 from zero_optim.probe.cut_rows import CutRows, why_rows_not_cut
 from zero_optim.probe.cut_rows import why_not_cut as why_class_not_cut
+from zero_optim.probe.subject import OptimizerUnderTest, under_test
 
 Closure: TypeAlias = Callable[[], float] | None
 CutRowsOf: TypeAlias = Callable[[Tensor, Pieces], CutRows]
@@ -57,20 +58,24 @@ class OptimizerSpec:
             raise TypeError(f"expected optimizer_class to build a torch.optim.Optimizer, got {optimizer!r}")
         return optimizer
 
+    def subject(self, groups: Sequence[ParamGroup]) -> OptimizerUnderTest:
+        """Return the class with its arguments and the options of groups, for trials."""
+        return under_test(self.optimizer_class, self.arguments, groups)
+
     def why_not_cut(
         self, groups: Sequence[ParamGroup], own: ParamGroup, cuts: Sequence[CutRows], *, is_tried: bool
     ) -> list[str | None]:
         """Return why each parameter of a group, with ``own`` options, cannot be cut, or None."""
         if not is_tried:
             return [f"{self.name}: not tried (assume_separable=True)"] * len(cuts)
-        known = self.optimizer_class, self.arguments
-        of_class = {dtype: why_class_not_cut(*known, groups, dtype) for dtype in {cut.dtype for cut in cuts}}
+        every, mine = self.subject(groups), self.subject([own])
+        of_class = {dtype: why_class_not_cut(every, dtype) for dtype in {cut.dtype for cut in cuts}}
         reasons = {
-            cut: why_rows_not_cut(*known, own, cut) if of_class[cut.dtype] is None and cut.ends else None
+            cut: why_rows_not_cut(mine, cut) if of_class[cut.dtype] is None and cut.ends else None
             for cut in dict.fromkeys(cuts)
         }
-        every = [of_class[cut.dtype] or reasons[cut] for cut in cuts]
-        return [None if reason is None else f"{self.name}: {reason}" for reason in every]
+        found = [of_class[cut.dtype] or reasons[cut] for cut in cuts]
+        return [None if reason is None else f"{self.name}: {reason}" for reason in found]
 
 
 @dataclass(frozen=True, slots=True)

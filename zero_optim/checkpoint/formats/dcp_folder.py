@@ -16,7 +16,6 @@ from zero_optim.checkpoint.content import MODEL, OPTIMIZER
 from zero_optim.checkpoint.files import open_regular, within
 from zero_optim.checkpoint.formats.unpickling import SafeUnpickler
 from zero_optim.checkpoint.sections import EXACT, Placeholders, Source, source_of, torch_save
-from zero_optim.comm.encoding import map_tensors
 from zero_optim.compat import private
 from zero_optim.errors import StateMismatchError
 
@@ -92,18 +91,16 @@ def _with_lists(value: Any) -> Any:  # noqa: ANN401 - nested dicts
     return inner
 
 
-def write_dcp(sections: dict[str, Any], places: Placeholders, folder: Path) -> None:
-    """Write sections as ``dcp.save`` of one rank does, one tensor at a time."""
+def write_dcp(sections: dict[str, Any], folder: Path) -> None:
+    """Write sections as ``dcp.save`` of one rank does; each tensor has a storage of its own."""
     name, metadata = "__0_0.distcp", meta.Metadata({}, {}, {})
     rest = {section: value for section, value in sections.items() if section not in (MODEL, OPTIMIZER)}
     with (folder / name).open("xb") as file:
-        for path, part in _flat({**sections, EXACT: (rest,)}):
+        for path, value in _flat({**sections, EXACT: (rest,)}):
             key, start = ".".join(map(str, path)), file.tell()
-            value, index = map_tensors(part, places.read), meta.MetadataIndex(key)
+            index = meta.MetadataIndex(key)
             entry: Any = meta.BytesStorageMetadata()
             if isinstance(value, Tensor):
-                if value.untyped_storage().nbytes() > value.nbytes:
-                    value = value.clone()  # torch.save writes the whole storage
                 chunk = meta.ChunkStorageMetadata(torch.Size([0] * value.ndim), value.shape)
                 properties = meta.TensorProperties.create_from_tensor(value)
                 index = meta.MetadataIndex(key, chunk.offsets, 0)
@@ -113,7 +110,6 @@ def write_dcp(sections: dict[str, Any], places: Placeholders, folder: Path) -> N
                 raise StateMismatchError(f"two values have the name {key} in a folder of DCP")
             metadata.state_dict_metadata[key], metadata.planner_data[key] = entry, path
             metadata.storage_data[index] = private.StorageInfo(name, start, file.tell() - start)
-            del value  # before the next one is read
     (folder / METADATA).write_bytes(pickle.dumps(metadata))
 
 
