@@ -20,8 +20,7 @@ from zero_optim.compat import autograd, private
 from zero_optim.compat.streams import HostCopy, StreamBeside, future_on, record_use, to_device
 from zero_optim.ddp.owners.owner_gradients import Owners
 from zero_optim.ddp.owners.owner_sums import OwnerSums
-from zero_optim.hooks.allreduce import mean_hook
-from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, real_buffer
+from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, mean_hook, real_buffer
 from zero_optim.iteration.joins import NO_JOIN
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.plan.groups import param_names

@@ -28,8 +28,7 @@ from zero_optim.compat import autograd
 from zero_optim.compat.streams import future_on
 from zero_optim.ddp.owners.owner_sums import OwnerSums
 from zero_optim.flow.pending import Pending
-from zero_optim.hooks.allreduce import mean_hook
-from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, name_of
+from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, mean_hook, name_of
 from zero_optim.hooks.owners import OwnerGradients, OwnerReduction
 from zero_optim.hooks.passes import SteppedPass, Task
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
