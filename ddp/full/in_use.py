@@ -269,11 +269,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
 
     @contextmanager
     def on_request(self, units: Sequence[Unit], *, as_kept: bool, tells: bool = True) -> Iterator[UnitValues]:
-        """Yield the values of units, to read or write: the parameters, made whole. All ranks call.
-
-        ``as_kept``: in the owners' dtype, beside the parameters if these have another; RuntimeError if any
-        unit is pinned then. ``tells``: errors of the last step raise here.
-        """
+        """Yield whole values of units, ``as_kept`` in the owners' dtype; if it ``tells``, errors raise."""
         held, wide, tells = list(units), list[WideBucket](), tells and not self.under_way
         if as_kept and any(unit.is_rounded for unit in units):
             self.check_unpinned()  # of all, so that a walk over modules raises before it has changed anything

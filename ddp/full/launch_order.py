@@ -28,9 +28,7 @@ class LaunchOrder:
         self._units = units
         self._unit_of = [unit_of[bucket.params[0]] for bucket in reducer.assignment.buckets]
         self._reducer = weakref.ref(reducer)
-        self._since = (
-            0  # when, by the clock of calls, the first forward pass behind the last backward pass began
-        )
+        self._since = 0  # when, by the clock of calls, the first forward pass behind a backward pass began
         self._first: dict[int, int] = {}  # by unit, when it was first called since then
         self._trains = False
         self._freed: frozenset[int] = frozenset()  # units that were not whole when the backward pass began

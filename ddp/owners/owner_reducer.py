@@ -37,9 +37,7 @@ from zero_optim.step.unreduced import reducers_with
 class OwnerReducer(Reducer):
     """Reduces gradients to the owners of their parameters; all ranks construct it. Communicates.
 
-    Autograd must not add to reduced gradients, which stay at the parameters, what has yet to be reduced. So a
-    pass begins before autograd adds its first gradient. ``outermost``: the parameters in no unit, where there
-    are units.
+    A pass begins before autograd adds its first gradient to what is reduced.
     """
 
     checks_first = True
@@ -53,7 +51,7 @@ class OwnerReducer(Reducer):
         sparse: Sequence[str],
         wanted: Callable[[bool], bool | None],
         mesh: RankMesh | None = None,
-        outermost: Collection[Tensor] | None = None,
+        outermost: Collection[Tensor] | None = None,  # parameters in no unit, where there are units
     ) -> None:
         everyone = optimizer.ranks if mesh is None else mesh.everyone
         with failing_together(everyone):

@@ -32,10 +32,7 @@ _Stage: TypeAlias = Callable[[Tensor], Pending[Tensor]]  # takes the value of th
 
 
 class OwnerSums:
-    """Buckets, of a pass or a hook: one is sent when the one before is summed.
-
-    With ``streams`` an extra stream waits for the sums, and `finish` lets the current one wait for that.
-    """
+    """Buckets, of a pass or a hook: one is sent when the one before is summed."""
 
     def __init__(
         self,
@@ -43,7 +40,7 @@ class OwnerSums:
         lanes: Lease,  # for exchanges among them
         across: RankGroup | None = None,  # owners of the same rows in all replicas
         *,
-        streams: StreamBeside | None = None,
+        streams: StreamBeside | None = None,  # which wait for the sums; `finish` waits for these
     ) -> None:
         self.inner, self.lanes, self._sum_across = inner, lanes, across
         self._received = ReceiveBuffer()

@@ -87,10 +87,7 @@ class Directory:
     def ask_all(
         self, ranks: Sequence[int], question: Message, stop: int | None = None
     ) -> dict[int, Message | Presence]:
-        """Ask all other ranks, or those from here up to the place ``stop``; returns answers by places.
-
-        See Note [Asked in a tree] in `health.tree`.
-        """
+        """Ask all other ranks, or those from here up to the place ``stop``, in a tree; answers by places."""
         me = ranks.index(self.rank)
         others = len(ranks) - 1
         ranges = cut(me + 1, stop) if stop else cut(0, me, others) + cut(me + 1, len(ranks), others)

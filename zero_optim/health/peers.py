@@ -153,10 +153,7 @@ def _send(connection: socket.socket, lines: Iterator[Message]) -> None:
 
 
 def ask(address: Address, question: Message, patience: float = ANSWER_LIMIT) -> Message | Presence:
-    """Ask another process, which has ``patience`` seconds to answer; takes at most `ANSWER_LIMIT` more.
-
-    A second line has `LONGEST_SEARCH` more, and is added to the first if it comes.
-    """
+    """Ask another process, which has ``patience`` seconds to answer, and `LONGEST_SEARCH` for more."""
     is_loopback = address.host in ("127.0.0.1", "::1")
     if is_loopback and address.node != socket.gethostname():
         return Presence.UNKNOWN

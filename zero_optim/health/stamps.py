@@ -178,10 +178,7 @@ class Stamps:
                 raise error
 
     def compare(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
-        """Compare the calls since the last comparison; all ranks call, and raise but where ``call`` failed.
-
-        Communicates only to raise. ``with_last``: the last call too, which all ranks are still in.
-        """
+        """Compare calls, ``with_last`` the one that all are in; all call, and raise but where that failed."""
         while len(self._unread) > (not with_last):
             step = self._unread.pop(0)
             if step.read_uniform(group.read):  # as nearly always

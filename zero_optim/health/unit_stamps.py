@@ -71,11 +71,7 @@ class UnitStamps:
         self._difference = ""
 
     def begin(self, first: Tensor, purpose: Purpose, *, tells: bool) -> tuple[int, Header]:
-        """Return a gather's mark, by the bucket's first parameter, and its header.
-
-        ``tells``: it is of a pass whose first gather has the calls. RankMismatchError if ranks have gathered
-        different units before.
-        """
+        """Return a gather's mark and header; ``tells``: it is of a pass whose first gather has the calls."""
         if self._difference:
             raise RankMismatchError(self._difference)
         mark = 1 + self._numbers[first] * len(_PURPOSES) + _PURPOSES.index(purpose)

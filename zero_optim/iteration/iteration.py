@@ -120,10 +120,7 @@ class Iteration:
         has_gradients: bool,
         in_join: bool,
     ) -> bool:
-        """Check gradients, unscale them and lend them to joined ranks; all ranks call.
-
-        Returns False if a scaler found an infinity on any rank: then no rank steps.
-        """
+        """Check, unscale and lend gradients; all ranks call. False if a scaler found an infinity on any."""
         core, scaling = self._core, None
         if failure is None:
             try:

@@ -88,10 +88,7 @@ class Joins(Joinable):
         return self._core.group.process_group
 
     def announce(self, *, steps: bool) -> bool:
-        """Report to ``Join``, once an iteration, that this rank has inputs; return whether one is active.
-
-        ``steps``: the iteration ends.
-        """
+        """Report to ``Join``, once an iteration, which ends if it ``steps``; return whether one is active."""
         if not self._is_announced:
             Join.notify_join_context(self)
         in_join = self.under_way

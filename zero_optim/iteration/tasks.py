@@ -173,17 +173,14 @@ class StepTask(Gathering, Generic[T]):
 
 
 class PartTask(Task):
-    """A part of an overlapped step: some parameters, and the buckets that were stepped and not gathered.
-
-    ``ungathered`` outlives the task: a row may have its gathers at a later moment.
-    """
+    """A part of an overlapped step: some parameters, and the buckets that were stepped and not gathered."""
 
     def __init__(
         self,
         core: Core,
         lanes: Sequence[RankGroup],
         gradients: Mapping[Tensor, Tensor | None],  # None leaves a parameter alone
-        ungathered: dict[Tensor, None],
+        ungathered: dict[Tensor, None],  # outlives the task: a row may have its gathers at a later moment
         failure: BaseException | None = None,  # of this rank so far
         *,
         checks: bool = False,  # all is here at the end

@@ -209,10 +209,7 @@ class Core:
                     )
 
     def begins_state(self) -> bool:
-        """Whether all ranks are to step once so that there is state: Note [Steps that are none].
-
-        Else ``state_dict()`` raises where it would give an empty one, but not for DTensors.
-        """
+        """Whether all ranks are to step once so that there is state: Note [Steps that are none]."""
         is_new = self.snapshot.untouched and not self.owned.local.initial_state(self.groups)
         if is_new and not self.inputs.held:
             self.snapshot.drop(is_new=True)
@@ -276,10 +273,7 @@ class Core:
         return [param for param in self.params if self.sharding.piece_here(param) is not None]
 
     def own_state(self) -> dict[Any, Any]:
-        """Return this rank's state by parameter, and global entries.
-
-        ValueError if a parameter was removed, RuntimeError for entries of one that another rank owns.
-        """
+        """Return this rank's state by parameter, and global entries; raises for those of other owners."""
         self._check_state()
         # Reading opt.state[p] leaves an empty entry there, also for parameters of other owners.
         params = set(self.params)
