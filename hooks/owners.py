@@ -52,13 +52,11 @@ class OwnerReduction:
         self._flat = real_buffer(bucket, "reduction to owners").div_(line.inner.size)
         self._places: list[Tensor] = []  # of the sum, if it is not in place
         self.wait = line.launch(self._rows, self._take_over, in_place=True).wait
-        self._counts = None if all_used else self._used_here(bucket.parameters())
+        used = [param.grad is not None for param in bucket.parameters()]
+        counts = torch.tensor(used, dtype=torch.int32, device="cpu")
+        self._counts = None if all_used else to_device(counts, self._flat.device)
         self._counted = None if self._counts is None else self._group.start_sum(self._counts)
         gradients.reduced.append((bucket.parameters(), self._buffer))
-
-    def _used_here(self, params: Sequence[Tensor]) -> Tensor:
-        used = [param.grad is not None for param in params]
-        return to_device(torch.tensor(used, dtype=torch.int32, device="cpu"), self._flat.device)
 
     def _rows(self) -> tuple[Tensor, Slices]:
         """Return the buffer, where its parts lie in the order of owners; else a copy that has them so."""

@@ -75,6 +75,7 @@ class OwnerBucket(ReducerBucket):
         starts = list(accumulate(self._slices.rows, initial=0))
         words = [start + row.stop for start, row in zip(starts, rows, strict=False)]
         self._words = torch.tensor(words, device="cpu").to(params[0].device) if carries_word else None
+        self.can_carry_failure_word = carries_word
         self._end = rows[owners.rank].stop
         # By slot, where the elements are: the number of the place, and the extent in the flat tensor.
         self._cells: list[list[tuple[int, Extent]]] = [[] for _ in params]
@@ -97,11 +98,6 @@ class OwnerBucket(ReducerBucket):
     def _allocate(self, dtype: torch.dtype) -> Tensor:
         """Rows are made in each pass."""
         return self.params[0].new_empty(0, dtype=dtype, requires_grad=False)
-
-    @property
-    def can_carry_failure_word(self) -> bool:
-        """Whether there is an element for `write_failure_word`."""
-        return self._words is not None
 
     def write_failure_word(self) -> None:
         """Mark the rows to be sent as failed."""
@@ -247,13 +243,9 @@ def _joined(extents: Iterable[Extent]) -> list[Extent]:
     """Join the pieces of a parameter that adjoin in the flat tensor, as those of following ranks do."""
     joined: list[Extent] = []
     for extent in extents:
-        last = joined[-1] if joined else None
-        if last is not None and (last.param, last.stop, last.end) == (
-            extent.param,
-            extent.start,
-            extent.offset,
-        ):
-            joined[-1] = last._replace(stop=extent.stop)
+        ends = [(last.param, last.stop, last.end) for last in joined[-1:]]
+        if ends == [(extent.param, extent.start, extent.offset)]:
+            joined[-1] = joined[-1]._replace(stop=extent.stop)
         else:
             joined.append(extent)
     return joined

@@ -64,7 +64,6 @@ class OwnerReducer(Reducer):
         self._to_hold: Callable[[], bool] | None = None
         self._check: ReplicaCheck | None = None
         self._local_number = -1  # of the last backward pass that was not reduced
-        self._is_replaced = False
         lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
         super().__init__(
             params,
@@ -90,28 +89,6 @@ class OwnerReducer(Reducer):
         """Call `came` with a parameter's place after each gradient; if `holds()`, full buckets are held."""
         self._inbox.follower, self._to_hold = came, holds
 
-    def retire(self) -> None:
-        """Leave the gradients to another one: two would take them from each other."""
-        self._is_replaced = True
-        self.close()
-
-    def begin_forward(self) -> None:
-        """See `Reducer.begin_forward`."""
-        self._check_current()
-        super().begin_forward()
-
-    def end_forward(self, output: object, *, syncs: bool) -> None:
-        """See `Reducer.end_forward`."""
-        self._check_current()
-        super().end_forward(output, syncs=syncs)
-
-    def _check_current(self) -> None:
-        if self._is_replaced:
-            raise RuntimeError(
-                "the module, or a part of it, has been wrapped anew, and its gradients are reduced by the "
-                "wrapper that was made last: call that one, and drop this one"
-            )
-
     def rebuild(self) -> bool:
         """Do nothing: buckets are those of the optimizer."""
         return False
@@ -119,7 +96,7 @@ class OwnerReducer(Reducer):
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
         optimizer, reduced, params = self._optimizer, self._reduced, self.params
         index_lists = indices_of_members(reduced, optimizer.core.bucket_members())
-        if self._outermost is not None and self._may_differ:
+        if self._outermost is not None and self.options.may_be_unused:
             last = self._outermost
             index_lists.sort(key=lambda indices: params[indices[0]] in last)
         index_lists = [sorted(indices, reverse=True) for indices in index_lists]
@@ -168,16 +145,12 @@ class OwnerReducer(Reducer):
         )
 
     @property
-    def _may_differ(self) -> bool:
-        return self.options.find_unused_parameters or self.options.static_graph
-
-    @property
     def running(self) -> BackwardPass | None:
         """The backward pass that is running."""
         return self._inbox.current if self._inbox.is_running else None
 
     def _holds(self) -> bool:
-        return self._to_hold is not None and self._may_differ and self._to_hold()
+        return self._to_hold is not None and self.options.may_be_unused and self._to_hold()
 
     def set_static_graph(self) -> None:
         """See `Reducer.set_static_graph`."""

@@ -31,10 +31,6 @@ from zero_optim.plan.option_values import OptionValues, differing
 _NBYTES = STAMP_NBYTES + 192  # of a stamp with an excerpt of the error
 
 
-def _option(replicas: Sequence[int], value: str) -> str:
-    return f"{value} in {ranks_text(replicas, 'replica')}"
-
-
 # The options of this rank at the start of a pass, and the stamps of all replicas.
 _Gather: TypeAlias = tuple[Options, Pending[dict[int, Stamp]]]
 
@@ -105,7 +101,11 @@ class ReplicaCheck:
         wrong = [f"steps taken: {', '.join(steps)}"] if parts else []
         if len({stamp.digest for stamp in stamps.values()}) > 1:
             options = self._across.all_gather_json(mine)
-            wrong += options_text(options, differing(options), _option, ", ")
+
+            def each(replicas: Sequence[int], value: str) -> str:
+                return f"{value} in {ranks_text(replicas, 'replica')}"
+
+            wrong += options_text(options, differing(options), each, ", ")
         if wrong:
             raise RankMismatchError(
                 f"the replicas of the mesh differ: {shortened(wrong)}. Parameters may differ by now: load a "

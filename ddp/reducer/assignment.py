@@ -67,6 +67,11 @@ class ReducerOptions:
             raise ValueError(f"expected a bucket capacity of at least 1 byte, got {self.bucket_caps_nbytes}")
         check_patience(self.timeout, self.on_stall)
 
+    @property
+    def may_be_unused(self) -> bool:
+        """Whether parameters may get no gradient."""
+        return self.find_unused_parameters or self.static_graph
+
     def dtype_of(self, param: Tensor) -> torch.dtype | None:
         """Return the dtype for reducing a parameter's gradient; None for its own."""
         return self.reduce_dtype if param.is_floating_point() else None

@@ -54,6 +54,7 @@ class ReducerBucket:
         self.misfits: list[int] = []  # slots of gradients of the wrong layout, which were dropped
         self.views: list[Tensor] = []  # each parameter's place in the flat tensor; none if sparse
         self.flat = _no_gradient(params[0], dtype) if is_sparse else self._allocate(dtype)
+        self.can_carry_failure_word = not is_sparse and self.flat.numel() > 0  # see `write_failure_word`
 
     def _allocate(self, dtype: torch.dtype) -> Tensor:
         numel = sum(param.numel() for param in self.params)
@@ -72,11 +73,6 @@ class ReducerBucket:
     def nbytes(self) -> int:
         """Size of all gradients, dense, in bytes."""
         return sum(param.numel() for param in self.params) * self.dtype.itemsize
-
-    @property
-    def can_carry_failure_word(self) -> bool:
-        """Whether there is an element for `write_failure_word`."""
-        return not self.is_sparse and self.flat.numel() > 0
 
     def write_failure_word(self) -> None:
         """Make the first element NaN, and so the sum of all ranks: Note [Two ways to tell of a failure]."""
@@ -186,11 +182,6 @@ class ReducerBucket:
         return param.grad
 
     # ------------------------------------------------------------------ results go
-
-    def clear(self) -> None:
-        """Zero the gradients that are views of this bucket."""
-        if self.as_views:
-            self.flat.zero_()
 
     def give_back(self, *, drops: bool) -> None:
         """Put gradients of earlier passes back; ``drops`` the others. Does nothing here."""

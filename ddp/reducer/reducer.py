@@ -85,7 +85,7 @@ class Reducer:
         self.defers_reports = is_asynchronous(self.params[0].device)  # Note [Late reports] in `report`
         self.slot = HookSlot()
         self._wanted = wanted
-        self._is_expected = False
+        self._is_expected = self._is_replaced = False
         self._inbox = Inbox(self.params, weakly(self._first_arrived))
         weakref.finalize(self, remove, self._inbox.handles)
         self.reset()
@@ -183,13 +183,27 @@ class Reducer:
         remove(self._inbox.handles)
         remove_reducer(self)
 
+    def retire(self) -> None:
+        """Leave the gradients to another one: two would take them from each other."""
+        self._is_replaced = True
+        self.close()
+
+    def _check_current(self) -> None:
+        if self._is_replaced:
+            raise RuntimeError(
+                "the module, or a part of it, has been wrapped anew, and its gradients are reduced by the "
+                "wrapper that was made last: call that one, and drop this one"
+            )
+
     def begin_forward(self) -> None:
         """Begin a forward pass whose backward pass must be reduced; raises as `check_finished`."""
+        self._check_current()
         self._activity.begin("forward pass")
         self.check_finished(waits=False)
 
     def end_forward(self, output: object, *, syncs: bool) -> None:
         """End a forward pass with gradients; if it `syncs`, its backward pass must be reduced."""
+        self._check_current()
         self._activity.end("forward pass")
         self.expect(syncs)
         if syncs:
@@ -258,8 +272,7 @@ class Reducer:
         )
 
     def _open(self) -> Launch:
-        may_be_unused = self.options.find_unused_parameters or self.options.static_graph
-        return self.slot.launching(self._summing, all_used=not may_be_unused)
+        return self.slot.launching(self._summing, all_used=not self.options.may_be_unused)
 
     def _holds(self) -> bool:
         """Whether full buckets wait for a caller to launch them."""
@@ -315,7 +328,8 @@ class Reducer:
         with self.slot.minding():
             if drops:
                 for bucket, _ in current.results(report):
-                    bucket.clear()  # gradients that are views; others are left alone
+                    if bucket.as_views:  # other gradients are left alone
+                        bucket.flat.zero_()
             else:
                 current.give(unused, report)
         futures, self.futures = self.futures, []
@@ -326,7 +340,7 @@ class Reducer:
             calls, order = [int(flag) for flag in used], history.last_order
             if current.kind == "some" and not order:
                 order = [index for index, flag in enumerate(used) if flag]
-        history.num_buckets_reduced = current.num_launched
+        history.num_buckets_reduced = len(current.launched)
         history.conclude(calls, order, unused, self.options)
         if defers:
             report.put_off()

@@ -118,10 +118,7 @@ class Listener:
         return True
 
     def _answer(self, connection: socket.socket, answer: Answer) -> None:
-        with (
-            ExitStack() as stack,
-            suppress(Exception),
-        ):  # whatever strangers send, it must not end the watchdog
+        with ExitStack() as stack, suppress(Exception):  # what strangers send must not end the watchdog
             stack.enter_context(connection)
             question = _message(self._asking.pop(connection))
             if secrets.compare_digest(str(question.pop("token", "")), self.address.token):

@@ -257,8 +257,9 @@ class Iteration:
                 group = core.group.during("clip")
                 self.joins.lend(group, exchange(group, Status.CLIPS), arguments.to_send())
             params, pieces, _ = self.joins.lendable()
-            if core.inputs.held:
-                pieces = [core.holders.get(param, own) for param, own in zip(params, pieces, strict=True)]
+            if held := core.inputs.held:  # in chunks of the dimension that is cut
+                pairs = zip(params, pieces, strict=True)
+                pieces = [held[param].pieces if param in held else own for param, own in pairs]
             return clip_together(core.group, params, self._slots_of(pieces), arguments)
 
     def _slots_of(self, pieces: Sequence[Pieces]) -> NormSlots:
