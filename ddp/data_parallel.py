@@ -144,7 +144,7 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
         self.reducer: Any = TorchReducerAdapter(reducer)
         self.logger: Any = TorchLoggerAdapter()
         for hook, state in self.__dict__.get("_comm_hooks", ()):  # when a copy is made whole
-            self._set_comm_hook(state, hook)
+            reducer.register_comm_hook(state, hook)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
         seen = [pair for pair in self.module.named_parameters() if pair[0] not in self.parameters_to_ignore]
         # A sharded optimizer asks for them in each step.
@@ -228,11 +228,8 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
         group = RankGroup.of(self.process_group, self._module_parameters).within(self._timeout)
         agree(group, describe_hook(hook, state), "the comm hook")
         with failing_together(group):
-            self._set_comm_hook(state, hook)
+            self._own().register_comm_hook(state, hook)
         self._comm_hooks.append((hook, state))
-
-    def _set_comm_hook(self, state: object, hook: Hook) -> None:
-        self._own().register_comm_hook(state, hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
         kinds = {
@@ -323,7 +320,7 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
             )
             parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
             names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
-            self._ddp_init_helper(parameters, sparse, names, self.static_graph)  # type: ignore[no-untyped-call]
+            self._ddp_init_helper(parameters, sparse, names, self.static_graph)
         finally:
             if self._is_detached:  # as before
                 unwatch(self)

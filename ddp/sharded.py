@@ -113,9 +113,6 @@ class ShardedDataParallel(ShardedModule, DistributedDataParallel):
             self._check_frozen()
         return super()._post_forward(output)
 
-    def _caps(self) -> tuple[int, ...]:
-        return (self._optimizer.core.sharding.cap_nbytes,)
-
     def detach(self) -> None:
         """Drop the process group, as in `DistributedDataParallel`, and gradients: owners may change."""
         super().detach()

@@ -209,7 +209,6 @@ class UnitConstruction:
         if not trained and self.stands_in:  # only evaluated: a reducer that will never get a gradient
             trained = [(name, param) for name, param in pairs if param.is_floating_point()]
         reducer_options = ReducerOptions(
-            bucket_caps_nbytes=(optimizer.core.sharding.cap_nbytes,),
             find_unused_parameters=bool(options.get("find_unused_parameters", False)),
             static_graph=bool(options.get("static_graph", False)),
             reduce_dtype=self.policy.reduce_dtype,

@@ -33,6 +33,7 @@ from zero_optim.ddp.reducer.graph import on_gradient, replaced, tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.flow.schedule import Moment, Operation
 from zero_optim.health.unit_stamps import Purpose
+from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.gathers import UnitGathers
 from zero_optim.shard.module_calls import Call, ModuleCalls
@@ -88,15 +89,20 @@ class UnitsInUse(ModuleCalls, Uncopied):
 
     # ------------------------------------------------------------------ operations
 
-    def _at(self, moment: Moment, buckets: list[RowBucket], purpose: Purpose, tells: bool = False) -> None:
-        self._engine.on(moment, buckets, UnitTask(self.units, self.gathers, purpose, tells=tells))
+    def _at(
+        self,
+        moment: Moment,
+        buckets: Sequence[Bucket],
+        purpose: Purpose,
+        tells: bool = False,
+        only: Operation | None = None,
+    ) -> None:
+        self._engine.on(moment, buckets, UnitTask(self.units, self.gathers, purpose, tells=tells), only)
 
     def _fetch(self, number: int | None, purpose: Purpose, tells: bool = False) -> None:
         """Start the gather of a unit ahead of the moment that waits for it."""
         if number is not None:
-            task = UnitTask(self.units, self.gathers, purpose, tells=tells)
-            buckets = self.units[number].buckets
-            self._engine.on(Moment.BEFORE_FORWARD, buckets, task, only=Operation.GATHER)
+            self._at(Moment.BEFORE_FORWARD, self.units[number].buckets, purpose, tells, Operation.GATHER)
 
     def _free_unused(self, units: Iterable[Unit], moment: Moment = Moment.AFTER_MODULE) -> None:
         unused = [bucket for unit in units if not self._num_users(unit) for bucket in unit.buckets]
@@ -155,9 +161,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
                 tensors = tensors_in(output)
                 still = any(map(unit.shares_memory, tensors))
             if not in_backward():  # else activations are computed again
-                self._leave(
-                    unit, None if raised or output is None else tensors, (self.under_way or [call])[0]
-                )
+                self._leave(call, None if raised or output is None else tensors)
         if still and not raised:
             raise RuntimeError(
                 f"{unit.name} returned a view of a parameter in a {type(output).__name__}, where no copy can "
@@ -167,8 +171,9 @@ class UnitsInUse(ModuleCalls, Uncopied):
             self._after(output)
         return output
 
-    def _leave(self, unit: Unit, tensors: list[Tensor] | None, outermost: Call) -> None:
-        order, stays = self._forward[self.unit_of[outermost.module]], False
+    def _leave(self, call: Call, tensors: list[Tensor] | None) -> None:
+        unit, outermost, stays = self.unit_of[call.module], (self.under_way or [call])[0], False
+        order = self._forward[self.unit_of[outermost.module]]
         if torch.is_grad_enabled() and tensors is not None:
             stays = self._watch(unit, tensors, order)
         if not stays:
@@ -274,9 +279,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
         if as_kept and any(unit.is_rounded for unit in units):
             self.check_unpinned()  # of all, so that a walk over modules raises before it has changed anything
             held, wide = [], list(map(WideBucket, _buckets_of(units)))
-            self._engine.on(
-                Moment.BEFORE_FORWARD, wide, UnitTask(self.units, self.gathers, Purpose.AS_KEPT, tells=False)
-            )
+            self._at(Moment.BEFORE_FORWARD, wide, Purpose.AS_KEPT)
         elif tells:
             self.gathers.stamps.begin_pass()
         request = UnitValues({param: param for unit in held for param in unit.params})

@@ -68,7 +68,7 @@ class OwnerReducer(Reducer):
         super().__init__(
             params,
             everyone.process_group,
-            options,
+            replace(options, bucket_caps_nbytes=(optimizer.core.sharding.cap_nbytes,)),
             sparse=sparse,
             wanted=wanted,
             checks=False,

@@ -1,9 +1,6 @@
 """Buckets on their way to the owners of their gradients, one after the other.
 
-The whole way: a gradient's hook counts, and a full bucket copies gradients, divided, into a row for each
-owner (`OwnerBucket.take`), or a comm hook takes the rows from DDP's bucket (`zero_optim.hooks.owners`); here
-all ranks' rows are added up in the order of ranks (`start_in_stages`), each row for its owner; at the end of
-the pass ``param.grad`` is the sum on its owner, elsewhere a partial gradient (`Owners`).
+Rows come from `OwnerBucket.take`, or from DDP's bucket by `zero_optim.hooks.owners`.
 
 Note [Sums across replicas]
     In a mesh (`zero_optim.comm.mesh`) the owner adds gradients up in the order of ranks inside a replica;

@@ -248,15 +248,14 @@ class Iteration:
                 )
             core.check_gradients()
         except (RuntimeError, ValueError) as failure:
-            self.joins.announce(steps=False)
-            self.joins.refuse(failure)
+            if self.joins.announce(steps=False):
+                exchange(core.group, Status.NOTHING, failure=failure)
             raise
         with core.group.doing("clip_grad_norm_()"):
-            if self.joins.under_way:
-                self.joins.announce(steps=False)
+            if self.joins.announce(steps=False):
                 group = core.group.during("clip")
                 self.joins.lend(group, exchange(group, Status.CLIPS), arguments.to_send())
-            params, pieces, _ = self.joins.lendable()
+            params, pieces = core.params, core.piece_list()
             if held := core.inputs.held:  # in chunks of the dimension that is cut
                 pairs = zip(params, pieces, strict=True)
                 pieces = [held[param].pieces if param in held else own for param, own in pairs]
@@ -288,8 +287,8 @@ class Iteration:
                 statuses = exchange(group, Status.JOINED)
             while ranks_that(statuses, Status.CLIPS):
                 arguments = self.joins.lend(group.during("clip"), statuses)
-                params, pieces, _ = self.joins.lendable()
-                clip_together(group, params, self._slots_of(pieces), ClipArguments.received(arguments))
+                slots = self._slots_of(self._core.piece_list())
+                clip_together(group, self._core.params, slots, ClipArguments.received(arguments))
                 statuses = exchange(group, Status.JOINED)
             if ranks_that(statuses, Status.INFINITE):
                 return

@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.plan.groups import ParamGroup
-from zero_optim.plan.pieces import Pieces
 from zero_optim.state.core import Core
 from zero_optim.step.join import Status, exchange, lend_gradients
 
@@ -100,18 +98,6 @@ class Joins(Joinable):
         if self.under_way:
             self._core.engine.under_way.wait()
 
-    def refuse(self, failure: Exception) -> None:
-        """Raise inside ``Join`` on every rank; all active ranks call."""
-        if self.under_way:
-            exchange(self._core.group, Status.NOTHING, failure=failure)
-
-    def lendable(
-        self, params: Sequence[Tensor] | None = None
-    ) -> tuple[Sequence[Tensor], list[Pieces], list[ParamGroup]]:
-        """Return `step.join`'s arguments to lend gradients of some parameters, by default all."""
-        chosen = self._core.params if params is None else params
-        return chosen, [self._core.sharding.pieces[param] for param in chosen], self._core.groups
-
     def lend(
         self,
         group: RankGroup,
@@ -122,7 +108,9 @@ class Joins(Joinable):
         """Lend joined ranks gradients of some parameters, by default all; all ranks call."""
         if not any(Status.JOINED in each for each in statuses):
             return None
-        return lend_gradients(group, statuses, *self.lendable(params), beside)
+        core, chosen = self._core, self._core.params if params is None else params
+        pieces = [core.sharding.pieces[param] for param in chosen]
+        return lend_gradients(group, statuses, chosen, pieces, core.groups, beside)
 
     def exchange_and_lend(
         self, group: RankGroup, params: Sequence[Tensor], *, joined: bool, failure: Exception | None = None
