@@ -192,9 +192,7 @@ def sparse_names(module: nn.Module) -> set[str]:
 def check_wrapping(
     wrapper: type,
     module: nn.Module,
-    optimizer: ZeroRedundancyOptimizer | None,
     accumulate: object,
-    process_group: object,
     options: Mapping[str, object],
     refused: Mapping[str, str],
 ) -> None:
@@ -216,8 +214,6 @@ def check_wrapping(
             "the module is, or contains, a DistributedDataParallel, which reduces gradients itself: wrap "
             "what is inside of it, its .module"
         )
-    if optimizer is not None:
-        check_optimizer(module, optimizer, process_group)
 
 
 def check_optimizer(module: nn.Module, optimizer: ZeroRedundancyOptimizer, process_group: object) -> None:

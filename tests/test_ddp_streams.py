@@ -70,7 +70,7 @@ def test_small_gradients_are_copied_behind_the_streams_of_all_and_kept_until_the
 
 def test_the_memory_of_a_sparse_gradient_is_kept_for_the_stream_that_reads_it() -> None:
     param = nn.Parameter(torch.zeros(5, 2))
-    bucket = ReducerBucket([0], [param], is_sparse=True, as_views=False, batched=False)
+    bucket = ReducerBucket([0], ReducedParams.of([("param", param)], ["param"]), ReducerOptions())
     grad = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 2), (5, 2), check_invariants=True)
     param.grad = grad
     with fake_streams() as accelerator:

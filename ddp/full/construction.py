@@ -47,6 +47,7 @@ from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.ddp.wrapper_checks import (
     REFUSED_FULLY,
+    check_optimizer,
     check_wrapping,
     seen_params,
     sparse_names,
@@ -266,15 +267,9 @@ def construct(
         rank_mesh = RankMesh.make(mesh, optimizer.ranks)
         groups = [optimizer.ranks if rank_mesh is None else rank_mesh.everyone]
     with _failing_in(groups):
-        check_wrapping(
-            wrapper,
-            module,
-            optimizer,
-            arguments.accumulate,
-            process_group,
-            arguments.options,
-            REFUSED_FULLY,
-        )
+        check_wrapping(wrapper, module, arguments.accumulate, arguments.options, REFUSED_FULLY)
+        if optimizer is not None:
+            check_optimizer(module, optimizer, process_group)
         if optimizer is not None and has_meta(module):
             raise ValueError(
                 "a part of the model is on the meta device: wrap it without an optimizer, then build "

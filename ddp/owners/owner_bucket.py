@@ -28,6 +28,7 @@ from torch import Tensor
 
 from zero_optim.compat import private, streams
 from zero_optim.ddp.owners.owner_gradients import Owners
+from zero_optim.ddp.reducer.assignment import ReducedParams, ReducerOptions
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.flow.pending import AfterEvent
 from zero_optim.plan.layout import Extent, Row, aligned, rows_apart, spans_of
@@ -54,15 +55,14 @@ class OwnerBucket(ReducerBucket):
     def __init__(
         self,
         indices: Sequence[int],
-        params: Sequence[Tensor],
+        reduced: ReducedParams,
+        options: ReducerOptions,
         owners: Owners,
         *,
-        is_sparse: bool = False,
-        dtype: torch.dtype | None = None,
-        carries_word: bool = False,
+        carries_word: bool,
     ) -> None:
-        super().__init__(indices, params, is_sparse=is_sparse, dtype=dtype)
-        self._owners = owners
+        super().__init__(indices, reduced, options)
+        self._owners, params = owners, self.params
         self._forms = [(tuple(param.shape), dense_strides(param)) for param in params]
         nbytes = ALIGNMENT_NBYTES if params[0].device.type == "cpu" else ACCELERATOR_ALIGNMENT_NBYTES
         alignment = max(1, nbytes // self.dtype.itemsize)

@@ -65,10 +65,11 @@ class OwnerReducer(Reducer):
         self._check: ReplicaCheck | None = None
         self._local_number = -1  # of the last backward pass that was not reduced
         lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
+        caps = (optimizer.core.sharding.cap_nbytes,)  # buckets are those of the optimizer
         super().__init__(
             params,
             everyone.process_group,
-            replace(options, bucket_caps_nbytes=(optimizer.core.sharding.cap_nbytes,)),
+            replace(options, bucket_caps_nbytes=caps, gradient_as_bucket_view=False, batched_grad_copy=False),
             sparse=sparse,
             wanted=wanted,
             checks=False,
@@ -94,44 +95,30 @@ class OwnerReducer(Reducer):
         return False
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
-        optimizer, reduced, params = self._optimizer, self._reduced, self.params
-        index_lists = indices_of_members(reduced, optimizer.core.bucket_members())
+        core, reduced, params, owners = self._optimizer.core, self._reduced, self.params, self._owners()
+        index_lists = indices_of_members(reduced, core.bucket_members())
         if self._outermost is not None and self.options.may_be_unused:
             last = self._outermost
             index_lists.sort(key=lambda indices: params[indices[0]] in last)
         index_lists = [sorted(indices, reverse=True) for indices in index_lists]
-        is_sparse = [reduced.is_sparse(indices[0]) for indices in index_lists]
-        if False in is_sparse:  # the last one carries the word of a failure, see `OwnerBucket`
-            at = len(index_lists) - 1 - is_sparse[::-1].index(False)
+        dense = [at for at, indices in enumerate(index_lists) if not reduced.is_sparse(indices[0])]
+        for at in dense[-1:]:  # the last one carries the word of a failure
             index_lists.append(index_lists.pop(at))
-            is_sparse.append(is_sparse.pop(at))
-        members = [[params[index] for index in indices] for indices in index_lists]
-        dtypes = [self._reduced_dtype(of_bucket[0]) for of_bucket in members]
-        owners = self._owners()
+        carrier = index_lists[-1] if dense else None
         buckets = [
-            OwnerBucket(
-                indices,
-                members[number],
-                owners,
-                is_sparse=is_sparse[number],
-                dtype=dtypes[number],
-                carries_word=number == len(members) - 1 and not is_sparse[number],
-            )
-            for number, indices in enumerate(index_lists)
+            OwnerBucket(indices, reduced, self.options, owners, carries_word=indices is carrier)
+            for indices in index_lists
         ]
-        engine = optimizer.core.engine
+        engine = core.engine
         for bucket in buckets:  # each has the parameters of one of the optimizer's
             bucket.run_by(engine.buckets_of(bucket.params)[0].schedule)
         return BucketAssignment.of(self.names, buckets)
 
-    def _reduced_dtype(self, param: Tensor) -> torch.dtype:
-        return self.options.dtype_of(param) or param.dtype
-
     def _owners(self) -> Owners:
         optimizer, dtypes = self._optimizer, dict[Tensor, torch.dtype]()
         for param in self.params:
-            kept = kept_dtype(param)
-            both = kept if kept == param.dtype else torch.promote_types(kept, self._reduced_dtype(param))
+            kept, reduced = kept_dtype(param), self.options.dtype_of(param) or param.dtype
+            both = kept if kept == param.dtype else torch.promote_types(kept, reduced)
             if both != param.dtype:
                 dtypes[param] = both
         return Owners(

@@ -163,18 +163,9 @@ def assign(
         index_lists = assign_buckets(keys, nbytes, caps, in_order, overflow=True)
         if order is None:
             index_lists.sort(key=min, reverse=True)
-    buckets = [
-        ReducerBucket(
-            indices,
-            [params[index] for index in indices],
-            is_sparse=reduced.is_sparse(indices[0]),
-            as_views=options.gradient_as_bucket_view,
-            batched=options.batched_grad_copy,
-            dtype=options.dtype_of(params[indices[0]]),
-        )
-        for indices in index_lists
-    ]
-    return BucketAssignment.of(reduced.names, buckets)
+    return BucketAssignment.of(
+        reduced.names, [ReducerBucket(indices, reduced, options) for indices in index_lists]
+    )
 
 
 def indices_of_members(
