@@ -17,7 +17,7 @@ Note [Numbers of a static graph]
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -27,7 +27,6 @@ from zero_optim.comm.works import Work
 from zero_optim.compat import autograd
 from zero_optim.compat.streams import future_on
 from zero_optim.ddp.owners.owner_sums import OwnerSums
-from zero_optim.flow.pending import Pending
 from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, mean_hook, name_of
 from zero_optim.hooks.owners import OwnerGradients, OwnerReduction
 from zero_optim.hooks.passes import SteppedPass, Task
@@ -154,10 +153,6 @@ def _require_wrapper(ddp: object) -> None:
         raise_together(error)
 
 
-def _begun(task: Task) -> Pending[Any]:
-    return Pending([task.begin()], list)
-
-
 class ZeroStep:
     """The hook: it queues DDP's buckets for the step, and ends the step with the backward pass."""
 
@@ -251,7 +246,7 @@ class ZeroStep:
             torch.autograd.graph.increment_version(known)
         under_way = self._overlap.under_way
         for task in tasks:
-            under_way.start(partial(_begun, task), device=task.buffer.device, is_behind=True)
+            under_way.start(task.begin, device=task.buffer.device, is_behind=True)
         if of.is_complete and not self._overlap.takes_thread:
             while under_way:  # no later hook steps the last bucket
                 under_way.finish_first()

@@ -177,7 +177,7 @@ class UnitConstruction:
         self._is_filled = True
         unfilled, init = set(self._replaced.values()), self.arguments.init
         rows, syncs = core.engine.row_buckets, syncs and self.stands_in
-        UnitFiller(group, self.choice, rows, unfilled, init, former, syncs=syncs).fill(self.module)
+        UnitFiller(group, self.choice, rows, unfilled, init, former, syncs=syncs).fill()
         core.owned.leaves.keep(rows)
 
     def make_units(self, wrapper: "FullyShardedDataParallel", trained: Sequence[Tensor]) -> UnitsInUse:

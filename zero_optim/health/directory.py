@@ -24,7 +24,7 @@ from zero_optim.health.peers import (
     host_towards,
     in_threads,
 )
-from zero_optim.health.tree import FAN, Message, Range, cut, from_groups
+from zero_optim.health.tree import FAN, Message, Range, cut, from_groups, to_runs
 
 _LEFT = "left"  # in the store, in the place of an address
 _WITH_A_PAST = (
@@ -124,8 +124,9 @@ class Directory:
         question: Message,
         stops: dict[int, int] | None = None,
     ) -> dict[int, Message | Presence]:
-        """Ask some ranks, `FAN` at a time; those with ``stops`` answer for a range."""
-        questions = {place: dict(question) for place in places}
+        """Ask some ranks of a group, `FAN` at a time; those with ``stops`` answer for a range."""
+        of_group = question if "ranks" in question else {"ranks": to_runs(ranks), **question}
+        questions = {place: dict(of_group) for place in places}
         for place, stop in (stops or {}).items():
             questions[place]["stop"] = stop
         calls = {place: partial(self._ask_surely, ranks[place], each) for place, each in questions.items()}

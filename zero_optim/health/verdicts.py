@@ -113,8 +113,7 @@ class Verdicts:
         try:
             ranks = works.whole
             before = ranks.index(works.ranks[works.ranks.index(self._directory.rank) - 1])
-            question = {"ranks": to_runs(ranks)}
-            report = _reports(self._directory.ask_places(ranks, [before], question))[before]
+            report = _reports(self._directory.ask_places(ranks, [before], {}))[before]
             mine = self._status(ranks)
             if works.verdict is None and isinstance(report, Status) and are_parted(mine, report):
                 self._complain(ranks, self._complaint("late", Work(works, Phase()), None))
@@ -193,15 +192,14 @@ class Verdicts:
         yield from above(me, len(ranks))
         for start in range(0, min(me, _LOWER), FAN):
             places = range(start, min(start + FAN, me))
-            answers = self._directory.ask_places(ranks, places, {"ranks": to_runs(ranks)})
+            answers = self._directory.ask_places(ranks, places, {})
             yield from (place for place, answer in answers.items() if not isinstance(answer, Presence))
 
     def _pass_up(self, ranks: tuple[int, ...], place: int, complaint: Complaint) -> bool:
         """Return whether a rank has found out more; then this one has its verdict, if any."""
         if ranks in self.log.verdicts:
             return True
-        question = {"ranks": to_runs(ranks), "complaint": complaint}
-        answer = self._directory.ask_places(ranks, [place], question)[place]
+        answer = self._directory.ask_places(ranks, [place], {"complaint": complaint})[place]
         if isinstance(answer, Presence) or "settled" not in answer:
             return False
         if answer["settled"] is not None and ranks not in self.log.verdicts:  # else it has been told
@@ -212,8 +210,7 @@ class Verdicts:
         """Ask all ranks, and give up if it is due; or complain to a lower rank, if one answers now."""
         began = time.monotonic()
         while ranks not in self.log.verdicts and self._directory.is_current():
-            question = {"ranks": to_runs(ranks), "looks": complaint.kind}
-            reports = _reports(self._directory.ask_all(ranks, question))
+            reports = _reports(self._directory.ask_all(ranks, {"looks": complaint.kind}))
             lowest = min((place for place, what in reports.items() if isinstance(what, Status)), default=me)
             if lowest < me and self._pass_up(ranks, lowest, complaint):
                 return
@@ -237,7 +234,7 @@ class Verdicts:
         """Tell all ranks before this one gives up, and perhaps ends; silent ones find it when they go on."""
         self._telling.add(ranks)
         verdict = self.log.give_up(ranks, verdict)
-        self._directory.ask_all(ranks, {"ranks": to_runs(ranks), "verdict": verdict_to_json(verdict)})
+        self._directory.ask_all(ranks, {"verdict": verdict_to_json(verdict)})
         self._act(ranks, verdict)
 
     def _act(self, ranks: tuple[int, ...], verdict: Verdict) -> None:
