@@ -33,7 +33,6 @@ from zero_optim.ddp.reducer.graph import on_gradient, replaced, tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.flow.schedule import Moment, Operation
 from zero_optim.health.unit_stamps import Purpose
-from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.gathers import UnitGathers
 from zero_optim.shard.module_calls import Call, ModuleCalls
@@ -89,24 +88,18 @@ class UnitsInUse(ModuleCalls, Uncopied):
 
     # ------------------------------------------------------------------ operations
 
-    def _at(
-        self,
-        moment: Moment,
-        buckets: Sequence[Bucket],
-        purpose: Purpose,
-        tells: bool = False,
-        only: Operation | None = None,
-    ) -> None:
-        self._engine.on(moment, buckets, UnitTask(self.units, self.gathers, purpose, tells=tells), only)
+    def _task(self, purpose: Purpose, tells: bool = False) -> UnitTask:
+        return UnitTask(self.units, self.gathers, purpose, tells=tells)
 
     def _fetch(self, number: int | None, purpose: Purpose, tells: bool = False) -> None:
         """Start the gather of a unit ahead of the moment that waits for it."""
         if number is not None:
-            self._at(Moment.BEFORE_FORWARD, self.units[number].buckets, purpose, tells, Operation.GATHER)
+            buckets, task = self.units[number].buckets, self._task(purpose, tells)
+            self._engine.on(Moment.BEFORE_FORWARD, buckets, task, Operation.GATHER)
 
     def _free_unused(self, units: Iterable[Unit], moment: Moment = Moment.AFTER_MODULE) -> None:
         unused = [bucket for unit in units if not self._num_users(unit) for bucket in unit.buckets]
-        self._at(moment, unused, Purpose.BACKWARD)
+        self._engine.on(moment, unused, self._task(Purpose.BACKWARD))
 
     # ------------------------------------------------------------------ forward
 
@@ -144,7 +137,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
             self.gathers.stamps.begin_pass()
         purpose = Purpose.TRAINING if torch.is_grad_enabled() else Purpose.EVALUATION
         self._places.called(unit.number, self.clock, is_outermost=is_outermost)
-        self._at(Moment.BEFORE_FORWARD, unit.buckets, purpose, tells=True)
+        self._engine.on(Moment.BEFORE_FORWARD, unit.buckets, self._task(purpose, tells=True))
         order = self._forward[self.unit_of[self.under_way[0].module]]
         if is_outermost:
             order.begin()
@@ -177,12 +170,12 @@ class UnitsInUse(ModuleCalls, Uncopied):
         if torch.is_grad_enabled() and tensors is not None:
             stays = self._watch(unit, tensors, order)
         if not stays:
-            self._at(Moment.AFTER_FORWARD, unit.buckets, Purpose.TRAINING)
+            self._engine.on(Moment.AFTER_FORWARD, unit.buckets, self._task(Purpose.TRAINING))
         if not self.under_way:
             order.end()
             for each in self.units:
                 if any(bucket.gathers.is_unclaimed for bucket in each.buckets):  # fetched, and not needed
-                    self._at(Moment.AFTER_FORWARD, each.buckets, Purpose.TRAINING)
+                    self._engine.on(Moment.AFTER_FORWARD, each.buckets, self._task(Purpose.TRAINING))
 
     def _watch_inputs(self, unit: Unit, inputs: object) -> UnitUse | None:
         """Return a passage that ends when all inputs of a call have their gradients."""
@@ -232,7 +225,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
             broke_off = partial(weakly(self._break_off), self._backward.begin())
             self._places.begin()
             when_backward_ends(weakly(self._end_backward), broke_off)
-        self._at(Moment.BEFORE_BACKWARD, self.units[number].buckets, Purpose.BACKWARD)
+        self._engine.on(Moment.BEFORE_BACKWARD, self.units[number].buckets, self._task(Purpose.BACKWARD))
         self._places.reached(number, place)
         following = self._backward.reached(number)
         self._fetch(following, Purpose.BACKWARD)
@@ -279,7 +272,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
         if as_kept and any(unit.is_rounded for unit in units):
             self.check_unpinned()  # of all, so that a walk over modules raises before it has changed anything
             held, wide = [], list(map(WideBucket, _buckets_of(units)))
-            self._at(Moment.BEFORE_FORWARD, wide, Purpose.AS_KEPT)
+            self._engine.on(Moment.BEFORE_FORWARD, wide, self._task(Purpose.AS_KEPT))
         elif tells:
             self.gathers.stamps.begin_pass()
         request = UnitValues({param: param for unit in held for param in unit.params})
@@ -287,7 +280,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
         for unit in held:
             unit.holds += 1
         try:
-            self._at(Moment.BEFORE_FORWARD, _buckets_of(held), Purpose.REQUEST, tells)
+            self._engine.on(Moment.BEFORE_FORWARD, _buckets_of(held), self._task(Purpose.REQUEST, tells))
             yield request
         finally:
             request.values.clear()

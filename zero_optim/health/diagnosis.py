@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_optim.comm.frames import differences, ranks_by_value, ranks_text
-from zero_optim.comm.records import NO_STEP, OVERLAPPED_STEP, Activity, LastStep, Verdict
+from zero_optim.comm.records import NO_STEP, OVERLAPPED_STEP, LastStep, Verdict
+from zero_optim.comm.work_log import WorkLog
 from zero_optim.comm.works import Work
 from zero_optim.health.peers import Presence
 from zero_optim.health.tree import to_runs
@@ -31,16 +32,9 @@ class Status:
     step: LastStep = NO_STEP  # for the ranks that ask
 
     @classmethod
-    def of(
-        cls,
-        ranks: tuple[int, ...],
-        waits: Iterable[Work],
-        activity: Activity,
-        verdict: Verdict | None,
-        step: LastStep = NO_STEP,
-    ) -> "Status":
+    def of(cls, ranks: tuple[int, ...], waits: Iterable[Work], log: WorkLog) -> "Status":
         """Build it from what this process does, for a group of global ``ranks`` that asks."""
-        now = time.monotonic()
+        now, activity = time.monotonic(), log.activity
         listed = sorted(waits, key=lambda work: work.waiting_since or now)
         stuck = [now - (work.waiting_since or now) for work in listed if work.group.whole == ranks]
         last = activity.last
@@ -49,10 +43,10 @@ class Status:
             tuple((mark.name, mark.count) for mark in list(activity.open.values())),
             dict(activity.counts),
             "" if last is None else f"{last.name} {last.count} {'ended' if last.is_over else 'began'}",
-            verdict_to_json(verdict),
+            verdict_to_json(log.verdicts.get(ranks)),
             max(stuck, default=0.0),
             0.0 if last is None else now - last.time,
-            step,
+            log.steps.get(ranks, NO_STEP),
         )
 
 

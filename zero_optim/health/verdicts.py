@@ -25,7 +25,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from zero_optim.comm.backends import late_or_closed
-from zero_optim.comm.records import NO_STEP, LastStep, Verdict
+from zero_optim.comm.records import LastStep, Verdict
 from zero_optim.comm.traffic import Phase
 from zero_optim.comm.work_log import GroupWorks, WorkLog
 from zero_optim.comm.works import Work
@@ -158,9 +158,7 @@ class Verdicts:
                 work.is_warned |= seconds >= _NEARLY * _long(work)
 
     def _status(self, ranks: tuple[int, ...], work: Work | None = None) -> Status:
-        waits = self._waits(ranks) | ({work} if work is not None else set())
-        step = self.log.steps.get(ranks, NO_STEP)
-        return Status.of(ranks, waits, self.log.activity, self.log.verdicts.get(ranks), step)
+        return Status.of(ranks, self._waits(ranks) | ({work} if work is not None else set()), self.log)
 
     def _complaint(self, kind: str, work: Work, seconds: float | None, error: str = "") -> Complaint:
         works = work.group

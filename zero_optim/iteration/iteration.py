@@ -52,29 +52,24 @@ class Iteration:
             return loss
         scaler = kwargs.pop("grad_scaler", None)
         try:
-            is_ready = self._ready_gradients(
-                optimizer, scaler, failure, has_gradients=shared is None, in_join=in_join
-            )
+            is_ready = self._ready_gradients(optimizer, scaler, failure, has_gradients=shared is None)
         except BaseException as error:
             core.engine.report_to_replicas(error)
             raise
         if not is_ready:
             return loss
-        result = self._step_rows(in_join, shared, **kwargs)
+        result = self._step_rows(shared, **kwargs)
         return loss if result is None else result
 
-    def _step_rows(
-        self, in_join: bool, shared: SharedCall | None = None, /, **kwargs: object
-    ) -> float | None:
-        core = self._core
+    def _step_rows(self, shared: SharedCall | None = None, /, **kwargs: object) -> float | None:
+        core, in_join = self._core, self.joins.under_way
         core.ranks.phase.traffic.count_step()
         if shared is None and not in_join:
             core.sample_gradients()
         work = partial(core.owned.step, core.groups, shared, None, **kwargs)
         some = partial(core.owned.step, core.groups, None, **kwargs) if core.inputs.held else None
         result = self._change("step()", work, None if shared is None else shared.finish, some)
-        if in_join:
-            self.joins.end_step()
+        self.joins.end_step()
         return result
 
     def _change(
@@ -112,16 +107,10 @@ class Iteration:
             return None, None, error
 
     def _ready_gradients(
-        self,
-        optimizer: Optimizer,
-        scaler: object,
-        failure: Exception | None,
-        *,
-        has_gradients: bool,
-        in_join: bool,
+        self, optimizer: Optimizer, scaler: object, failure: Exception | None, *, has_gradients: bool
     ) -> bool:
         """Check, unscale and lend gradients; all ranks call. False if a scaler found an infinity on any."""
-        core, scaling = self._core, None
+        core, scaling, in_join = self._core, None, self.joins.under_way
         if failure is None:
             try:
                 if has_gradients:  # else the class evaluates the closure, and they are checked then
@@ -293,4 +282,4 @@ class Iteration:
             if ranks_that(statuses, Status.INFINITE):
                 return
             self.joins.lend(group, statuses)
-            self._step_rows(True)
+            self._step_rows()
