@@ -1,8 +1,4 @@
-"""`FullyShardedDataParallel`: parameters, gradients and state sharded, with plain tensors (ZeRO stage 3).
-
-It takes no part in Join: a rank without inputs would have to start the other ranks' gathers in their order,
-and to send each unit's number first would cost a collective for each gather.
-"""
+"""`FullyShardedDataParallel`: parameters, gradients and state sharded, with plain tensors (ZeRO stage 3)."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack

@@ -176,8 +176,8 @@ class OwnerGradients:
             return None
         ends = {param: (pieces[0].owner, pieces[-1].owner) for param, pieces in self._owners.pieces.items()}
         return [
-            sorted(filter(ends.__contains__, members), key=ends.__getitem__)
-            for members in self.optimizer.core.bucket_members()
+            sorted(filter(ends.__contains__, bucket.params), key=ends.__getitem__)
+            for bucket in self.optimizer.core.engine.buckets
         ]
 
 

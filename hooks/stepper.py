@@ -23,6 +23,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_optim.comm.agreement import agreeing, check_flags, raise_together
+from zero_optim.comm.collectives import RELEASED
 from zero_optim.comm.works import Work
 from zero_optim.compat import autograd
 from zero_optim.compat.streams import future_on
@@ -209,7 +210,8 @@ class ZeroStep:
         return done
 
     def _new_pass(self, joined: bool) -> SteppedPass:
-        self._overlap.check_attached()
+        if self._overlap.group.is_released:
+            raise RuntimeError(RELEASED)
         self._held, self._ending = [], set()
         leases = [self._overlap.lanes]
         if self._to_owners is not None:

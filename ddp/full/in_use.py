@@ -238,7 +238,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
             self._free_if_done(unit)
 
     def _free_if_done(self, unit: Unit) -> None:
-        if unit.is_done:
+        if not unit.passages and unit.arrived >= unit.waits_for:
             unit.arrived.clear()
             self._free_unused([unit])
 
@@ -269,7 +269,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
     def on_request(self, units: Sequence[Unit], *, as_kept: bool, tells: bool = True) -> Iterator[UnitValues]:
         """Yield whole values of units, ``as_kept`` in the owners' dtype; if it ``tells``, errors raise."""
         held, wide, tells = list(units), list[WideBucket](), tells and not self.under_way
-        if as_kept and any(unit.is_rounded for unit in units):
+        if as_kept and any(bucket.is_rounded for bucket in _buckets_of(units)):
             self.check_unpinned()  # of all, so that a walk over modules raises before it has changed anything
             held, wide = [], list(map(WideBucket, _buckets_of(units)))
             self._engine.on(Moment.BEFORE_FORWARD, wide, self._task(Purpose.AS_KEPT))

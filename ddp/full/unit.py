@@ -44,19 +44,9 @@ class Unit:
     passages: dict[UnitUse, int] = field(default_factory=dict)
 
     @property
-    def is_done(self) -> bool:
-        """Whether the backward pass under way needs it no more."""
-        return not self.passages and self.arrived >= self.waits_for
-
-    @property
     def params(self) -> list[Tensor]:
         """Its parameters, bucket by bucket."""
         return [param for bucket in self.buckets for param in bucket.params]
-
-    @property
-    def is_rounded(self) -> bool:
-        """Whether owners keep some of its parameters in another dtype."""
-        return any(bucket.is_rounded for bucket in self.buckets)
 
     @property
     def is_whole(self) -> bool:

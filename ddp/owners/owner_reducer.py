@@ -96,7 +96,7 @@ class OwnerReducer(Reducer):
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
         core, reduced, params, owners = self._optimizer.core, self._reduced, self.params, self._owners()
-        index_lists = indices_of_members(reduced, core.bucket_members())
+        index_lists = indices_of_members(reduced, [bucket.params for bucket in core.engine.buckets])
         if self._outermost is not None and self.options.may_be_unused:
             last = self._outermost
             index_lists.sort(key=lambda indices: params[indices[0]] in last)

@@ -118,11 +118,6 @@ class ReducedParams:
         """Whether the gradients of a parameter are sparse."""
         return self.names[index] in self.sparse
 
-    def describe(self) -> list[str]:
-        """Describe them, for comparison between ranks."""
-        descriptions = describe_params(zip(self.names, self.params, strict=True))
-        return [f"sparse: {sorted(self.sparse)}", *descriptions]
-
 
 @dataclass(frozen=True, slots=True)
 class BucketAssignment:

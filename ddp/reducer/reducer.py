@@ -21,7 +21,13 @@ from zero_optim.comm.backends import as_lists
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.autograd import in_backward, shadowed_pass
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
-from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
+from zero_optim.ddp.reducer.assignment import (
+    BucketAssignment,
+    ReducedParams,
+    ReducerOptions,
+    assign,
+    describe_params,
+)
 from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassWithGraph, Phase, Reductions
 from zero_optim.ddp.reducer.graph import UnusedSearch, refuse_distributed_autograd, tensors_in
 from zero_optim.ddp.reducer.history import History
@@ -80,7 +86,9 @@ class Reducer:
             if checks:
                 self.group.check_serves(reduced.params)
         if checks:
-            agree(self.group, [repr(self.options), *reduced.describe()], "what the reducer was given")
+            items = [repr(self.options), f"sparse: {sorted(reduced.sparse)}"]
+            items += describe_params(zip(reduced.names, reduced.params, strict=True))
+            agree(self.group, items, "what the reducer was given")
         self.names, self.params = reduced.names, reduced.params
         self.defers_reports = is_asynchronous(self.params[0].device)  # Note [Late reports] in `report`
         self.slot = HookSlot()

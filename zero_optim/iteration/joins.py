@@ -39,7 +39,7 @@ class ShadowHook(JoinHook):
 def refuse_no_sync(params: Collection[Tensor]) -> None:
     """Raise RuntimeError if an optimizer with any of the parameters is inside a ``Join``."""
     for joins in list(_JOINS):
-        if joins.under_way and any(param in params for param in joins.params):
+        if joins.under_way and any(param in params for param in joins._core.params):
             raise RuntimeError(
                 "inside Join with a sharded optimizer a forward pass cannot be under no_sync(): ranks that "
                 "ran out of inputs step once for each forward pass of the others. Leave no_sync() out, or "
@@ -59,11 +59,6 @@ class Joins(Joinable):
     def release(self) -> None:
         """Begin anew: PyTorch leaves the configuration as the last Join set it."""
         Joins.__init__(self, self._core)
-
-    @property
-    def params(self) -> Sequence[Tensor]:
-        """The optimizer's parameters."""
-        return self._core.params
 
     @property
     def under_way(self) -> bool:

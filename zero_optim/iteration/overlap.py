@@ -12,7 +12,6 @@ from functools import partial
 
 from torch import Tensor
 
-from zero_optim.comm.collectives import RELEASED
 from zero_optim.comm.lanes import Lease, lanes_beside, may_run_beside
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.errors import RankMismatchError, RemoteRankError
@@ -122,11 +121,6 @@ class Overlap:
         if current is None:
             return is_left
         return is_left or current.has_failed or current.in_backward or bool(current.rest(self.core.groups))
-
-    def check_attached(self) -> None:
-        """Raise RuntimeError if the process groups were released."""
-        if self.group.is_released:
-            raise RuntimeError(RELEASED)
 
     # ------------------------------------------------------------------ during the backward pass
 

@@ -239,10 +239,6 @@ class Core:
             return []
         return [bucket for bucket in self.engine.buckets if isinstance(bucket, HeldBucket)]
 
-    def bucket_members(self) -> list[list[Tensor]]:
-        """List the parameters of each bucket; equal on every rank."""
-        return [list(bucket.params) for bucket in self.engine.buckets]
-
     def own_params(self) -> list[Tensor]:
         """List the parameters of which this rank owns rows, in order."""
         return [param for param in self.params if self.sharding.piece_here(param) is not None]
