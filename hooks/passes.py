@@ -10,10 +10,9 @@ Note [Gradients that are all zero]
 
 Note [A thread or none]
     On gloo a thread waits for each reduction, steps, and gathers on its own groups beside the backward pass.
-    With NCCL two threads could issue kernels in another order on another rank, and deadlock. There each hook
-    starts its reduction, then steps and gathers the bucket before on a side stream and the optimizer's group
-    (reduce 0, reduce 1, gather 0, reduce 2, gather 1, …). gloo with accelerator tensors, and other CPU
-    backends, have no thread either, and delay the backward pass. `Overlap.takes_thread` decides.
+    With NCCL two threads could issue kernels in another order on another rank, and deadlock. There, and on
+    other CPU backends, each hook starts its reduction, then steps and gathers the bucket before (reduce 0,
+    reduce 1, gather 0, reduce 2, gather 1, …), on an accelerator on a side stream.
 
 Note [Streams of a step]
     B is the backward stream, which calls hooks; S the side stream; N that of collectives; C the caller's,

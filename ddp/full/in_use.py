@@ -4,14 +4,13 @@ Note [When a unit is whole]
     A unit is gathered when one of its modules is called, and freed when the outermost call of them returns.
     The outermost unit of a training step stays, as the backward pass begins with it. In the backward pass a
     unit is gathered when the gradient of its output is there, and freed when all of its parameters have
-    theirs. Frozen ones get none, so a unit with some also waits for the gradients of its module's inputs. At
-    the end of the pass everything is freed. Where a backward pass computes activations again, nothing is
-    freed when a call returns. If a module returns no tensor that `tensors_in` sees, its unit stays whole.
+    theirs; one with frozen ones also waits for the gradients of its module's inputs. Where a backward pass
+    computes activations again, nothing is freed when a call returns. A unit whose module returns no tensor
+    that `tensors_in` sees stays whole.
 
 Note [The next unit]
-    The order in which the pass before needed units tells which one is needed next. Its gather starts when the
-    one before is whole. There is an order for each outermost module that is called, and one for backward
-    passes. It is the same on every rank if the ranks call the same modules, as they must.
+    The pass before tells which unit is needed next: one pass for each outermost module that is called, and
+    the last backward pass. The gather starts when the unit before is whole.
 """
 
 from collections import defaultdict

@@ -6,12 +6,11 @@ Note [Rows of gradients]
     last in one row and first in the next, and room for frozen parameters and stamps.
 
 Note [Memory of sharded gradients]
-    Let W be the number of ranks, G the bytes of all gradients, B those of the largest bucket. A bucket is
-    sent while the next one fills, and that is sent when the first is summed. So beside its own rows, G / W
-    where these are even, and the gradient that autograd has just made, a rank holds two buckets, and what it
-    receives: at most B, and its row of a bucket where that is brought to it (Note [Sums of slices] in
-    `row_sum`); nothing through the host's memory. On top come `BATCH_NBYTES` of small gradients, and this
-    pass's sums where earlier ones are kept.
+    A bucket is sent while the next one fills, and that is sent when the first is summed. So beside its own
+    rows and the gradient that autograd has just made, a rank holds two buckets, and what it receives: at most
+    one, and its row of it where that is brought to it (Note [Sums of slices] in `row_sum`); nothing through
+    the host's memory. On top come `BATCH_NBYTES` of small gradients, and this pass's sums where earlier ones
+    are kept.
 
 Note [Sums apart]
     On the CPU sums stay apart until ranks know that the pass is good, and a bad one leaves earlier sums as

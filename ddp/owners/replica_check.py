@@ -1,10 +1,9 @@
 """Replicas of a mesh make sure that they take the same steps with the same options.
 
 Note [Replicas that drift]
-    The gradients of replicas have equal bits, so parameters stay equal as long as each replica takes the same
-    steps. Across replicas nothing is gathered. So the owners of the same rows gather stamps of their last
-    step beside each backward pass. Where these differ, all raise. On an accelerator the next pass reads them,
-    so that the CPU does not wait.
+    Parameters of replicas stay equal as long as each takes the same steps, and nothing of them is gathered.
+    So the owners of the same rows gather stamps of their last step beside each backward pass. Where these
+    differ, all raise; on an accelerator in the next pass.
 
 Note [Failures in one replica]
     A rank that raises a failure of its replica sends its next stamp at once, with the message, and waits for

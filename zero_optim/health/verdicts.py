@@ -2,16 +2,14 @@
 
 Note [Giving up together]
     A rank whose wait is too long, or fails early as gloo saw a closed connection, complains to the lowest
-    rank that answers, by way of those above it in the tree of the group or of its mesh: each of them passes
-    one complaint up, and others wait for what becomes of it. The lowest rank asks all what they do, and sends
-    them one verdict, both in a tree (Note [Asked in a tree] in `health.tree`). Each rank passes it on and
-    breaks its connections: waits raise, and no work begins.
+    rank that answers, by way of those above it in the tree: each of them passes one complaint up, and others
+    wait for what becomes of it. The lowest rank asks all what they do, and sends them one verdict, both in a
+    tree (Note [Asked in a tree] in `health.tree`). Each rank passes it on and breaks its connections: waits
+    raise, and no work begins.
 
     A rank whose step raised where no gather tells the others, and one that waits after a step with a closure,
-    ask a rank beside them: it may wait for the former in vain, or have stepped without a closure.
-
-    Ranks that wait for each other, each for another thing, do not wait for the group's timeout: they give up
-    after `_LONG`, unless the caller gave a ``timeout``.
+    ask a rank beside them. Ranks that wait for each other, each for another thing, give up after `_LONG`,
+    unless the caller gave a ``timeout``.
 """
 
 import logging

@@ -4,9 +4,8 @@ It lives as long as an optimizer or DDP of several ranks. See Note [Waits that e
 
 Note [Watching NCCL]
     With NCCL the CPU does not wait, and a stream cannot raise. So the watchdog queries one work of each
-    group. It is late before the group's timeout, at which PyTorch ends the process. If it is late, or ranks
-    have ended, each rank logs the verdict, aborts its communicators, and raises from the next work and in
-    `RankGroup.read`; elsewhere a CPU that waits for the device goes on.
+    group. If it is late, or ranks have ended, each rank logs the verdict, aborts its communicators, and
+    raises from the next work and in `RankGroup.read`.
 
 Note [Time asleep]
     A process may stand still for hours (SIGSTOP, a paused virtual machine), and all waits look long. If the
