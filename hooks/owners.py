@@ -18,7 +18,7 @@ from zero_optim.comm.collectives import RELEASED
 from zero_optim.comm.lanes import Lease, lanes_for_rows
 from zero_optim.compat import autograd, private
 from zero_optim.compat.streams import HostCopy, StreamBeside, future_on, record_use, to_device
-from zero_optim.ddp.owners.owner_gradients import Owners
+from zero_optim.ddp.owners.owner_bucket import Owners
 from zero_optim.ddp.owners.owner_sums import OwnerSums
 from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, mean_hook, real_buffer
 from zero_optim.iteration.joins import NO_JOIN

@@ -18,10 +18,9 @@ from modelled import modelled_streams
 from pool import on_ranks
 from sync_calls import cpu_as_accelerator, recorded, texts
 from zero_optim.ddp import DistributedDataParallel
-from zero_optim.ddp.reducer.assignment import ReducedParams, ReducerOptions, assign
+from zero_optim.ddp.reducer.assignment import History, ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.reducer.backward_pass import BackwardPass, Reductions
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
-from zero_optim.ddp.reducer.history import History
 from zero_optim.ddp.reducer.stream_order import StreamOrder
 from zero_optim.shard.engine import Engine
 

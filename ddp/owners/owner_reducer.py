@@ -12,8 +12,7 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.comm.mesh import RankMesh, agree_between_replicas
 from zero_optim.compat.autograd import backward_number
-from zero_optim.ddp.owners.owner_bucket import OwnerBucket
-from zero_optim.ddp.owners.owner_gradients import Owners
+from zero_optim.ddp.owners.owner_bucket import OwnerBucket, Owners
 from zero_optim.ddp.owners.owner_sums import OwnerSums
 from zero_optim.ddp.owners.replica_check import ReplicaCheck
 from zero_optim.ddp.reducer.assignment import (
@@ -61,7 +60,6 @@ class OwnerReducer(Reducer):
         optimizer.core.engine.reduce_to_owners()
         self._optimizer = optimizer
         self._outermost = outermost
-        self._to_hold: Callable[[], bool] | None = None
         self._check: ReplicaCheck | None = None
         self._local_number = -1  # of the last backward pass that was not reduced
         lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
@@ -87,8 +85,8 @@ class OwnerReducer(Reducer):
         self.expect(True)  # modules may be called by themselves, before the first forward pass of the whole
 
     def follow(self, came: Callable[[int], None], holds: Callable[[], bool]) -> None:
-        """Call `came` with a parameter's place after each gradient; if `holds()`, full buckets are held."""
-        self._inbox.follower, self._to_hold = came, holds
+        """Call `came` with a parameter's place after each gradient; `holds` says to hold full buckets."""
+        self._inbox.follower, self._to_hold = came, holds if self.options.may_be_unused else None
 
     def rebuild(self) -> bool:
         """Do nothing: buckets are those of the optimizer."""
@@ -135,9 +133,6 @@ class OwnerReducer(Reducer):
     def running(self) -> BackwardPass | None:
         """The backward pass that is running."""
         return self._inbox.current if self._inbox.is_running else None
-
-    def _holds(self) -> bool:
-        return self._to_hold is not None and self.options.may_be_unused and self._to_hold()
 
     def set_static_graph(self) -> None:
         """See `Reducer.set_static_graph`."""

@@ -11,10 +11,9 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.streams import record_use
 from zero_optim.ddp.reducer import report
-from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducerOptions
+from zero_optim.ddp.reducer.assignment import BucketAssignment, History, ReducerOptions
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.graph import accumulates
-from zero_optim.ddp.reducer.history import History
 from zero_optim.ddp.reducer.reduction import Launch
 from zero_optim.ddp.reducer.report import FailureReport
 from zero_optim.ddp.reducer.stream_order import StreamOrder

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,26 +20,16 @@ from zero_optim.comm.backends import as_lists
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.autograd import in_backward, shadowed_pass
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
-from zero_optim.ddp.reducer.assignment import (
-    BucketAssignment,
-    ReducedParams,
-    ReducerOptions,
-    assign,
-    describe_params,
-)
+from zero_optim.ddp.reducer.assignment import BucketAssignment, History, ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassWithGraph, Phase, Reductions
 from zero_optim.ddp.reducer.graph import UnusedSearch, refuse_distributed_autograd, tensors_in
-from zero_optim.ddp.reducer.history import History
 from zero_optim.ddp.reducer.inbox import Inbox, announce_backward, remove, weakly, when_backward_ends
 from zero_optim.ddp.reducer.reduction import Hook, HookSlot, Launch
-from zero_optim.ddp.reducer.report import SWAPPED, FailureReport
+from zero_optim.ddp.reducer.report import REPLACED, SWAPPED, WITHOUT_GRAPH, FailureReport
 from zero_optim.errors import ReductionError
 from zero_optim.health.watchdog import learn_addresses, watch
 from zero_optim.shard.engine import Engine
 from zero_optim.step.unreduced import add_reducer, remove_reducer
-
-if TYPE_CHECKING:
-    from torch.futures import Future
 
 
 class Reducer:
@@ -65,6 +54,7 @@ class Reducer:
     """
 
     checks_first = False  # a pass that is found to be bad when it ends hands out no gradients
+    _to_hold: Callable[[], bool] | None = None  # tells if full buckets wait for a caller to launch them
 
     def __init__(
         self,
@@ -86,9 +76,7 @@ class Reducer:
             if checks:
                 self.group.check_serves(reduced.params)
         if checks:
-            items = [repr(self.options), f"sparse: {sorted(reduced.sparse)}"]
-            items += describe_params(zip(reduced.names, reduced.params, strict=True))
-            agree(self.group, items, "what the reducer was given")
+            agree(self.group, [repr(self.options), *reduced.describe()], "what the reducer was given")
         self.names, self.params = reduced.names, reduced.params
         self.defers_reports = is_asynchronous(self.params[0].device)  # Note [Late reports] in `report`
         self.slot = HookSlot()
@@ -109,7 +97,7 @@ class Reducer:
         self.divisor: Callable[[], float] | None = None  # of the next pass, in Join; None for `size`
         self._search = UnusedSearch()
         self._unread: list[FailureReport] = []  # of passes that have ended
-        self.futures: list[Future[object]] = []  # waited for when the next pass ends
+        self.futures: list[torch.futures.Future[object]] = []  # waited for when the next pass ends
         self._assign(None)
 
     @property
@@ -198,10 +186,7 @@ class Reducer:
 
     def _check_current(self) -> None:
         if self._is_replaced:
-            raise RuntimeError(
-                "the module, or a part of it, has been wrapped anew, and its gradients are reduced by the "
-                "wrapper that was made last: call that one, and drop this one"
-            )
+            raise RuntimeError(REPLACED)
 
     def begin_forward(self) -> None:
         """Begin a forward pass whose backward pass must be reduced; raises as `check_finished`."""
@@ -258,7 +243,7 @@ class Reducer:
             divisor = self.group.size if self.divisor is None else self.divisor()
         current = self._new_pass(self.assignment, divisor, in_join=self.divisor is not None)
         self._activity.begin("backward pass")
-        current.is_held = self._holds()
+        current.is_held = self._to_hold is not None and self._to_hold()
         self._inbox.current = current
         when_backward_ends(lambda: self._finish(current), current.break_off)
         learnt = self.history.learnt
@@ -281,10 +266,6 @@ class Reducer:
 
     def _open(self) -> Launch:
         return self.slot.launching(self._summing, all_used=not self.options.may_be_unused)
-
-    def _holds(self) -> bool:
-        """Whether full buckets wait for a caller to launch them."""
-        return False
 
     def _held_up(self) -> AbstractContextManager[None]:
         """Return a context that counts the time: Note [Exposed seconds] in `comm.traffic`."""
@@ -317,11 +298,7 @@ class Reducer:
         current.end()
         self._hand_out(current, defers=defers, drops=broke_off and defers)  # nobody is told yet
         if current.keeps_graph and any(current.calls):
-            warnings.warn(
-                "a backward pass with create_graph=True reduces the gradients, not the graph that "
-                "computes them: gradients of higher order are those of this rank alone",
-                stacklevel=2,
-            )
+            warnings.warn(WITHOUT_GRAPH, stacklevel=2)
 
     def _hand_out(self, current: BackwardPass, *, defers: bool, drops: bool = False) -> None:
         if not self.slot.is_empty:  # on gloo PowerSGD issues some collectives late, from other threads

@@ -80,7 +80,15 @@ class FailureReport:
             raise ReductionError(f"the gradients of {which} backward pass cannot be used. {each}{late}")
 
 
-# Each text names parameters.
+REPLACED = (
+    "the module, or a part of it, has been wrapped anew, and its gradients are reduced by the wrapper that "
+    "was made last: call that one, and drop this one"
+)
+WITHOUT_GRAPH = (
+    "a backward pass with create_graph=True reduces the gradients, not the graph that computes them: "
+    "gradients of higher order are those of this rank alone"
+)
+# Each text below names parameters.
 BROKE_OFF = "a backward pass ended with an exception before its gradients were reduced"
 NO_GRADIENT = (
     "no gradient for {}. Every parameter that requires a gradient must take part in "
