@@ -13,7 +13,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from zero_optim.compat.autograd import address_of_store, default_store
+from zero_optim.compat.autograd import default_store
 from zero_optim.health.peers import (
     ANSWER_LIMIT,
     LONGEST_SEARCH,
@@ -21,7 +21,6 @@ from zero_optim.health.peers import (
     Presence,
     ask,
     has_second_line,
-    host_towards,
     in_threads,
 )
 from zero_optim.health.tree import FAN, Message, Range, cut, from_groups, to_runs
@@ -53,11 +52,6 @@ class Directory:
             return bool(default_store().get("zero_optim/watchdog") == b"kept")
         except RuntimeError:
             return False
-
-    @staticmethod
-    def own_host() -> str:
-        """Return this machine's address for other ranks."""
-        return host_towards(*address_of_store(default_store()))
 
     def publish(self, address: Address, *, is_first: bool) -> None:
         """Write this rank's address to the store; ``is_first``: this process has written none."""
