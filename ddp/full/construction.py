@@ -270,11 +270,11 @@ def construct(
         check_wrapping(wrapper, module, arguments.accumulate, arguments.options, REFUSED_FULLY)
         if optimizer is not None:
             check_optimizer(module, optimizer, process_group)
-        if optimizer is not None and has_meta(module):
-            raise ValueError(
-                "a part of the model is on the meta device: wrap it without an optimizer, then build "
-                "the optimizer with wrapped.parameters()"
-            )
+            if has_meta(module):
+                raise ValueError(
+                    "a part of the model is on the meta device: wrap it without an optimizer, then build "
+                    "the optimizer with wrapped.parameters()"
+                )
         construction = UnitConstruction(module, arguments, optimizer, change_optimizer, at_exit)
     items = [
         f"mesh={mesh.mesh.tolist() if isinstance(mesh, DeviceMesh) else mesh!r}",
