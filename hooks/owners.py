@@ -54,8 +54,8 @@ class OwnerReduction:
         self.wait = line.launch(self._rows, self._take_over, in_place=True).wait
         used = [param.grad is not None for param in bucket.parameters()]
         counts = torch.tensor(used, dtype=torch.int32, device="cpu")
-        self._counts = None if all_used else to_device(counts, self._flat.device)
-        self._counted = None if self._counts is None else self._group.start_sum(self._counts)
+        device = self._flat.device
+        self._counted = None if all_used else self._group.start_sum(to_device(counts, device))
         gradients.reduced.append((bucket.parameters(), self._buffer))
 
     def _rows(self) -> tuple[Tensor, Slices]:
@@ -89,12 +89,12 @@ class OwnerReduction:
         """By parameter: this rank owns elements, and some rank used it. After `wait`; the CPU may wait."""
         rank = self._group.rank
         used = [any(span.owner == rank for span in of_param) for of_param in self._spans]
-        if self._counts is None or self._counted is None:
+        if self._counted is None:
             return used
-        self._counted.wait()
-        record_use(self._counts)  # made on the stream of the hook
-        counts = self._group.read(HostCopy(self._counts)).tolist()
-        return [is_own and count > 0 for is_own, count in zip(used, counts, strict=True)]
+        counts = self._counted.wait()
+        record_use(counts)  # made on the stream of the hook
+        numbers = self._group.read(HostCopy(counts)).tolist()
+        return [is_own and number > 0 for is_own, number in zip(used, numbers, strict=True)]
 
 
 @dataclass(eq=False)
