@@ -1,31 +1,32 @@
 """`DistributedDataParallel`: PyTorch's own class, with our `Reducer` instead of its C++ one.
 
-Only this file, `rebindable` and `reducer_adapters` touch private names of that class.
+Only this file and `reducer_adapters` touch private names of that class.
 """
 
 import inspect
 from collections.abc import Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat import private
 from zero_optim.compat.autograd import eager
-from zero_optim.ddp.rebindable import RebindableWrapper
+from zero_optim.ddp.owners.sharded_module import ReducedModule
 from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.reducer.reduction import Hook
 from zero_optim.ddp.reducer_adapters import TorchLoggerAdapter, TorchReducerAdapter, logging_data
 from zero_optim.ddp.wrapper_checks import KNOWN, agree_on_model
+from zero_optim.health.watchdog import unwatch, watch
 from zero_optim.iteration.joins import refuse_no_sync
 from zero_optim.plan.description import describe_hook
 from zero_optim.step.unreduced import FrozenParams
@@ -36,7 +37,14 @@ _DEFAULTS = {
 }
 
 
-class DistributedDataParallel(RebindableWrapper):
+class _Detached:
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python asks for these itself
+            raise AttributeError(name)
+        raise RuntimeError("the wrapper is detached: call its rebind(), on all ranks of the new group")
+
+
+class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
     """Average gradients over ranks during the backward pass: PyTorch's ``DistributedDataParallel``.
 
     Arguments, defaults, methods and attributes are those of the installed PyTorch, for one device a rank;
@@ -62,6 +70,12 @@ class DistributedDataParallel(RebindableWrapper):
         RankMismatchError: on every rank: models differ.
     """
 
+    reducer: Any
+    logger: Any
+    _SHOWN = frozenset({"device", "module", "process_group", "require_backward_grad_sync", "training"})
+    _timeout: float | None = None
+    _on_stall: str = "raise"
+
     @wraps(TorchDistributedDataParallel.__init__)  # type: ignore[misc]
     def __init__(
         self,
@@ -79,6 +93,19 @@ class DistributedDataParallel(RebindableWrapper):
         agree_on_model(arguments, self, timeout, on_stall)
         vars(self).update(_timeout=timeout, _on_stall=on_stall)  # nn.Module is not set up yet
         super().__init__(module, *args, **kwargs)
+
+    def __dir__(self) -> list[str]:  # without what PyTorch's constructor sets
+        names: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
+        return [name for name in names if name in self._SHOWN or name not in vars(self)]
+
+    def extra_repr(self) -> str:
+        """Say which rank it is, and how much it reduces; no communication."""
+        if self._is_detached:
+            return "detached"
+        nbytes = sum(param.nbytes for param in self._module_parameters)
+        return (
+            f"rank {self.process_group.rank()} of {self.process_group.size()}, {nbytes:,} bytes of gradients"
+        )
 
     # ------------------------------------------------------------------ built by PyTorch's constructor
 
@@ -117,7 +144,7 @@ class DistributedDataParallel(RebindableWrapper):
         self.reducer: Any = TorchReducerAdapter(reducer)
         self.logger: Any = TorchLoggerAdapter()
         for hook, state in self.__dict__.get("_comm_hooks", ()):  # when a copy is made whole
-            self._set_comm_hook(state, hook)
+            reducer.register_comm_hook(state, hook)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
         seen = [pair for pair in self.module.named_parameters() if pair[0] not in self.parameters_to_ignore]
         # A sharded optimizer asks for them in each step.
@@ -130,14 +157,13 @@ class DistributedDataParallel(RebindableWrapper):
         return Reducer(pairs, self.process_group, options, sparse=sparse, wanted=wanted, checks=False)
 
     def _wants(self, was_expected: bool) -> bool:
-        syncs: bool = self.require_backward_grad_sync
-        if was_expected and not syncs and self._join_config.enable:
+        if was_expected and not self.require_backward_grad_sync and self._join_config.enable:
             raise RuntimeError(
                 "no_sync() around backward() alone cannot be used inside Join: ranks that ran out of "
                 "inputs were told in forward() that this pass would be reduced. Put forward() under "
                 "no_sync() too"
             )
-        return was_expected and syncs
+        return super()._wants(was_expected)
 
     def _own(self) -> Reducer:
         own: Reducer = self.reducer.own
@@ -178,6 +204,13 @@ class DistributedDataParallel(RebindableWrapper):
             self._own().end_forward(output, syncs=syncs)
         return output
 
+    @eager
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        """Broadcast the buffers as our work, so that errors name missing ranks."""
+        runs_hook = hasattr(self, "buffer_hook")  # one of the user's, for buffers
+        with self.reducer.own.group.during("buffers").begin_work(runs_hook=runs_hook).waiting():
+            super()._sync_module_buffers(authoritative_rank)  # type: ignore[no-untyped-call]
+
     # ------------------------------------------------------------------ hooks and refusals
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
@@ -195,11 +228,8 @@ class DistributedDataParallel(RebindableWrapper):
         group = RankGroup.of(self.process_group, self._module_parameters).within(self._timeout)
         agree(group, describe_hook(hook, state), "the comm hook")
         with failing_together(group):
-            self._set_comm_hook(state, hook)
+            self._own().register_comm_hook(state, hook)
         self._comm_hooks.append((hook, state))
-
-    def _set_comm_hook(self, state: object, hook: Hook) -> None:
-        self._own().register_comm_hook(state, hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
         kinds = {
@@ -225,14 +255,6 @@ class DistributedDataParallel(RebindableWrapper):
         hook: JoinHook = super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
         return hook
 
-    def check_finished(self) -> None:
-        """Raise `ReductionError`, on every rank, if gradients were incomplete; all ranks call.
-
-        On a CPU ``backward()`` has raised by itself. On a GPU call this after the last pass, or before you
-        write a checkpoint. Waits for the device.
-        """
-        self._own().check_finished()
-
     def _match_all_reduce_for_bwd_pass(self) -> None:
         self._own().shadow()
 
@@ -245,12 +267,67 @@ class DistributedDataParallel(RebindableWrapper):
 
     _get_ddp_logging_data = get_ddp_logging_data
 
-    def metrics(self, *, reset: bool = True) -> dict[str, float]:
-        """Return what the reductions on this rank communicated since the last call. No communication.
+    # ------------------------------------------------------------------ process groups that end
 
-        The keys are those of `ZeroRedundancyOptimizer.metrics`. Phases: ``reduce`` (gradients), ``agree``
-        (failures, unused parameters), ``order`` (of new buckets) and ``total``. ``passes`` counts reduced
-        backward passes. With a comm hook ``exposed_seconds/reduce`` is the time of the hook and of the wait
-        for it; what it sends is not counted, nor are buffers. ``reset=False`` leaves the counts alone.
+    def detach(self) -> None:
+        """Drop the process group, the reducer and comm hooks; no communication.
+
+        Every rank calls it before ``destroy_process_group()``, beside the optimizer's `detach`. If a wait on
+        these ranks has failed, their connections are broken. Until `rebind`, a forward pass whose gradients
+        must be reduced raises; ``module`` runs without the wrapper. Gradients stay.
         """
-        return self._own().metrics(reset=reset)
+        if self._is_detached:
+            return
+        self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+        works = self.reducer.own.group.works
+        works.log.cut_if_failed(works.ranks)  # see Note [Groups that end] in `zero_optim.comm.work_log`
+        unwatch(self.reducer.own)
+        unwatch(self)
+        self._comm_hooks = []
+        self.require_forward_param_sync = False
+        Joinable.__init__(self)  # PyTorch leaves what the last Join set
+        nothing: Any = _Detached()
+        self.reducer = self.logger = self.process_group = nothing
+
+    def rebind(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """Average over the ranks of another process group (None: the default); all of them call, detached.
+
+        Bind a sharded optimizer first. Models are compared, then parameters and buffers are broadcast from
+        the group's first rank. Comm hooks must be registered anew; buckets begin anew.
+
+        Raises:
+            RuntimeError: on every rank, the wrapper is not detached on some.
+            RankMismatchError: on every rank, models differ; names the first difference.
+        """
+        private.require("rebind() of a wrapper")
+        group = RankGroup.of(process_group, self._module_parameters).within(self._timeout)
+        watch(self, group, self._on_stall)
+        try:
+            with failing_together(group):
+                if not self._is_detached:
+                    raise RuntimeError("expected a detached wrapper: call detach() before the group ends")
+            options = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+            arguments = {name: getattr(self, name) for name in options}
+            arguments |= {"module": self.module, "process_group": group.process_group}
+            agree_on_model(arguments, self, self._timeout, self._on_stall)
+            self.process_group = group.process_group
+            private.sync_module_states(
+                module=self.module,
+                process_group=self.process_group,
+                broadcast_bucket_size=self.broadcast_bucket_size,
+                src=0,
+                params_and_buffers_to_ignore=self.parameters_to_ignore,
+            )
+            parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
+            names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+            self._ddp_init_helper(parameters, sparse, names, self.static_graph)
+        finally:
+            if self._is_detached:  # as before
+                unwatch(self)
+        self.require_forward_param_sync = True
+        if self.static_graph:
+            self.reducer._set_static_graph()
+
+    @property
+    def _is_detached(self) -> bool:
+        return isinstance(getattr(self, "reducer", None), _Detached)

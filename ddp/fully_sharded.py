@@ -1,8 +1,4 @@
-"""`FullyShardedDataParallel`: parameters, gradients and state sharded, with plain tensors (ZeRO stage 3).
-
-It takes no part in Join: a rank without inputs would have to start the other ranks' gathers in their order,
-and to send each unit's number first would cost a collective for each gather.
-"""
+"""`FullyShardedDataParallel`: parameters, gradients and state sharded, with plain tensors (ZeRO stage 3)."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -145,8 +141,8 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
     def _make_reducer(self) -> OwnerReducer:
         return self._construction.make_reducer(self._optimizer, self._mesh, weakly(self._wants))
 
-    def _wants(self, was_expected: bool) -> bool:
-        return was_expected and self.require_backward_grad_sync
+    def _own(self) -> OwnerReducer:
+        return self._reducer
 
     def _use_optimizer(self) -> None:
         """Gather the optimizer's buckets, and launch the reducer's between gathers; all ranks call."""
@@ -215,14 +211,6 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
     def process_group(self) -> dist.ProcessGroup:
         """All ranks that train the model."""
         return self._everyone.process_group
-
-    def check_finished(self) -> None:
-        """Raise as `DistributedDataParallel.check_finished`; all ranks call; waits for the device."""
-        self._reducer.check_finished()
-
-    def metrics(self, *, reset: bool = True) -> dict[str, float]:
-        """Return what reductions communicated since the last call; see `DistributedDataParallel.metrics`."""
-        return self._reducer.metrics(reset=reset)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Load a whole state dict, as ``nn.Module`` does; all ranks call. TypeError if it is no mapping."""

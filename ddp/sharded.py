@@ -96,7 +96,8 @@ class ShardedDataParallel(ShardedModule, DistributedDataParallel):
             everyone = self._everyone
             with agreeing(everyone, "the arguments of ShardedDataParallel") as agreed:
                 agreed.items.append(f"accumulate={accumulate!r}")
-                check_wrapping(type(self), module, optimizer, accumulate, process_group, options, REFUSED)
+                check_wrapping(type(self), module, accumulate, options, REFUSED)
+                check_optimizer(module, optimizer, process_group)
         base: Any = super()
         base.__init__(module, process_group=everyone.process_group, **options)
         optimizer.core.begin_training(self._mesh)
@@ -112,9 +113,6 @@ class ShardedDataParallel(ShardedModule, DistributedDataParallel):
         if torch.is_grad_enabled():
             self._check_frozen()
         return super()._post_forward(output)
-
-    def _caps(self) -> tuple[int, ...]:
-        return (self._optimizer.core.sharding.cap_nbytes,)
 
     def detach(self) -> None:
         """Drop the process group, as in `DistributedDataParallel`, and gradients: owners may change."""

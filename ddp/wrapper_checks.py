@@ -1,7 +1,7 @@
 """What wrappers refuse: models that differ between ranks, and arguments that do not fit together."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -190,13 +190,7 @@ def sparse_names(module: nn.Module) -> set[str]:
 
 
 def check_wrapping(
-    wrapper: type,
-    module: nn.Module,
-    optimizer: ZeroRedundancyOptimizer | None,
-    accumulate: object,
-    process_group: object,
-    options: Mapping[str, object],
-    refused: Mapping[str, str],
+    wrapper: type, module: nn.Module, accumulate: object, options: Iterable[str], refused: Mapping[str, str]
 ) -> None:
     """Refuse what a sharding wrapper does not take, with the reasons for the ``refused`` options."""
     if accumulate not in ("owner", "local"):
@@ -216,8 +210,6 @@ def check_wrapping(
             "the module is, or contains, a DistributedDataParallel, which reduces gradients itself: wrap "
             "what is inside of it, its .module"
         )
-    if optimizer is not None:
-        check_optimizer(module, optimizer, process_group)
 
 
 def check_optimizer(module: nn.Module, optimizer: ZeroRedundancyOptimizer, process_group: object) -> None:

@@ -18,10 +18,9 @@ from zero_optim.comm.collectives import RELEASED
 from zero_optim.comm.lanes import Lease, lanes_for_rows
 from zero_optim.compat import autograd, private
 from zero_optim.compat.streams import HostCopy, StreamBeside, future_on, record_use, to_device
-from zero_optim.ddp.owners.owner_gradients import Owners
+from zero_optim.ddp.owners.owner_bucket import Owners
 from zero_optim.ddp.owners.owner_sums import OwnerSums
-from zero_optim.hooks.allreduce import mean_hook
-from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, real_buffer
+from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, mean_hook, real_buffer
 from zero_optim.iteration.joins import NO_JOIN
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.plan.groups import param_names
@@ -53,13 +52,11 @@ class OwnerReduction:
         self._flat = real_buffer(bucket, "reduction to owners").div_(line.inner.size)
         self._places: list[Tensor] = []  # of the sum, if it is not in place
         self.wait = line.launch(self._rows, self._take_over, in_place=True).wait
-        self._counts = None if all_used else self._used_here(bucket.parameters())
-        self._counted = None if self._counts is None else self._group.start_sum(self._counts)
+        used = [param.grad is not None for param in bucket.parameters()]
+        counts = torch.tensor(used, dtype=torch.int32, device="cpu")
+        device = self._flat.device
+        self._counted = None if all_used else self._group.start_sum(to_device(counts, device))
         gradients.reduced.append((bucket.parameters(), self._buffer))
-
-    def _used_here(self, params: Sequence[Tensor]) -> Tensor:
-        used = [param.grad is not None for param in params]
-        return to_device(torch.tensor(used, dtype=torch.int32, device="cpu"), self._flat.device)
 
     def _rows(self) -> tuple[Tensor, Slices]:
         """Return the buffer, where its parts lie in the order of owners; else a copy that has them so."""
@@ -92,12 +89,12 @@ class OwnerReduction:
         """By parameter: this rank owns elements, and some rank used it. After `wait`; the CPU may wait."""
         rank = self._group.rank
         used = [any(span.owner == rank for span in of_param) for of_param in self._spans]
-        if self._counts is None or self._counted is None:
+        if self._counted is None:
             return used
-        self._counted.wait()
-        record_use(self._counts)  # made on the stream of the hook
-        counts = self._group.read(HostCopy(self._counts)).tolist()
-        return [is_own and count > 0 for is_own, count in zip(used, counts, strict=True)]
+        counts = self._counted.wait()
+        record_use(counts)  # made on the stream of the hook
+        numbers = self._group.read(HostCopy(counts)).tolist()
+        return [is_own and number > 0 for is_own, number in zip(used, numbers, strict=True)]
 
 
 @dataclass(eq=False)
@@ -179,8 +176,8 @@ class OwnerGradients:
             return None
         ends = {param: (pieces[0].owner, pieces[-1].owner) for param, pieces in self._owners.pieces.items()}
         return [
-            sorted(filter(ends.__contains__, members), key=ends.__getitem__)
-            for members in self.optimizer.core.bucket_members()
+            sorted(filter(ends.__contains__, bucket.params), key=ends.__getitem__)
+            for bucket in self.optimizer.core.engine.buckets
         ]
 
 

@@ -10,10 +10,9 @@ Note [Gradients that are all zero]
 
 Note [A thread or none]
     On gloo a thread waits for each reduction, steps, and gathers on its own groups beside the backward pass.
-    With NCCL two threads could issue kernels in another order on another rank, and deadlock. There each hook
-    starts its reduction, then steps and gathers the bucket before on a side stream and the optimizer's group
-    (reduce 0, reduce 1, gather 0, reduce 2, gather 1, …). gloo with accelerator tensors, and other CPU
-    backends, have no thread either, and delay the backward pass. `Overlap.takes_thread` decides.
+    With NCCL two threads could issue kernels in another order on another rank, and deadlock. There, and on
+    other CPU backends, each hook starts its reduction, then steps and gathers the bucket before (reduce 0,
+    reduce 1, gather 0, reduce 2, gather 1, …), on an accelerator on a side stream.
 
 Note [Streams of a step]
     B is the backward stream, which calls hooks; S the side stream; N that of collectives; C the caller's,
@@ -46,6 +45,7 @@ from zero_optim.comm.lanes import Lease
 from zero_optim.comm.works import Work
 from zero_optim.compat import private
 from zero_optim.compat.streams import record_use, to_device
+from zero_optim.flow.pending import Pending
 from zero_optim.hooks.grad_bucket import TensorFuture, gradients_in
 from zero_optim.hooks.owners import OwnerReduction
 from zero_optim.iteration.overlap import Overlap
@@ -133,18 +133,21 @@ class Task:
     result: Tensor | None = field(default=None, init=False)  # None if the reduction failed
 
     @torch.no_grad()
-    def begin(self) -> "Task":
+    def begin(self) -> Pending[Any]:
         """Wait for the reduction, with the side stream; as a `Flow` starts work."""
         with self.of.overlap.streams.behind(self.buffer.device):
             with self.of.storing_errors():
                 self.receive()
             if not self.of.overlap.takes_thread:
                 self.complete()
-        return self
+        return Pending([self], list)
 
     def receive(self) -> None:
         """Take what the reduction has summed."""
-        reduced = _tensor(self.reduced.wait())
+        value: Any = self.reduced.wait()
+        reduced = value[0] if isinstance(value, list | tuple) else value
+        if not isinstance(reduced, Tensor):
+            raise TypeError(f"expected the hook's future to hold one tensor, got {type(reduced).__name__}")
         record_use(reduced)  # made on another stream
         dtype = self.params[0].dtype
         self._gradients = [reduced.to(dtype)] if reduced.is_sparse else gradients_in(reduced, self.params)
@@ -176,13 +179,6 @@ class Task:
                 self.of.error = self.of.error or error
             else:
                 return
-
-
-def _tensor(value: Any) -> Tensor:  # noqa: ANN401 - whatever a hook's future holds
-    tensor = value[0] if isinstance(value, list | tuple) else value
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"expected the hook's future to hold one tensor, got {type(tensor).__name__}")
-    return tensor
 
 
 def _all_zero(gradients: Sequence[Tensor]) -> set[int]:

@@ -17,19 +17,18 @@ Note [Numbers of a static graph]
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_optim.comm.agreement import agreeing, check_flags, raise_together
+from zero_optim.comm.collectives import RELEASED
 from zero_optim.comm.works import Work
 from zero_optim.compat import autograd
 from zero_optim.compat.streams import future_on
 from zero_optim.ddp.owners.owner_sums import OwnerSums
-from zero_optim.flow.pending import Pending
-from zero_optim.hooks.allreduce import mean_hook
-from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, name_of
+from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, mean_hook, name_of
 from zero_optim.hooks.owners import OwnerGradients, OwnerReduction
 from zero_optim.hooks.passes import SteppedPass, Task
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
@@ -155,10 +154,6 @@ def _require_wrapper(ddp: object) -> None:
         raise_together(error)
 
 
-def _begun(task: Task) -> Pending[Any]:
-    return Pending([task.begin()], list)
-
-
 class ZeroStep:
     """The hook: it queues DDP's buckets for the step, and ends the step with the backward pass."""
 
@@ -215,7 +210,8 @@ class ZeroStep:
         return done
 
     def _new_pass(self, joined: bool) -> SteppedPass:
-        self._overlap.check_attached()
+        if self._overlap.group.is_released:
+            raise RuntimeError(RELEASED)
         self._held, self._ending = [], set()
         leases = [self._overlap.lanes]
         if self._to_owners is not None:
@@ -252,7 +248,7 @@ class ZeroStep:
             torch.autograd.graph.increment_version(known)
         under_way = self._overlap.under_way
         for task in tasks:
-            under_way.start(partial(_begun, task), device=task.buffer.device, is_behind=True)
+            under_way.start(task.begin, device=task.buffer.device, is_behind=True)
         if of.is_complete and not self._overlap.takes_thread:
             while under_way:  # no later hook steps the last bucket
                 under_way.finish_first()

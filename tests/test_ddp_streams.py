@@ -18,10 +18,9 @@ from modelled import modelled_streams
 from pool import on_ranks
 from sync_calls import cpu_as_accelerator, recorded, texts
 from zero_optim.ddp import DistributedDataParallel
-from zero_optim.ddp.reducer.assignment import ReducedParams, ReducerOptions, assign
+from zero_optim.ddp.reducer.assignment import History, ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.reducer.backward_pass import BackwardPass, Reductions
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
-from zero_optim.ddp.reducer.history import History
 from zero_optim.ddp.reducer.stream_order import StreamOrder
 from zero_optim.shard.engine import Engine
 
@@ -70,7 +69,7 @@ def test_small_gradients_are_copied_behind_the_streams_of_all_and_kept_until_the
 
 def test_the_memory_of_a_sparse_gradient_is_kept_for_the_stream_that_reads_it() -> None:
     param = nn.Parameter(torch.zeros(5, 2))
-    bucket = ReducerBucket([0], [param], is_sparse=True, as_views=False, batched=False)
+    bucket = ReducerBucket([0], ReducedParams.of([("param", param)], ["param"]), ReducerOptions())
     grad = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 2), (5, 2), check_invariants=True)
     param.grad = grad
     with fake_streams() as accelerator:

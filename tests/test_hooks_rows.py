@@ -43,7 +43,7 @@ def built(stage: Stage, model: str = "tower", option: str = "plain", **of_wrappe
     with mock.patch.dict(OPTIONS, {option: replace(OPTIONS[option], of_wrapper=of_wrapper)}):
         run = Run.of(Row(stage="", model=model, loop="ordinary", option=option), stage)
     if stage.hook is not None:
-        assert len(buckets_of(run)) == len(run.optimizer.core.bucket_members()) > 1
+        assert len(buckets_of(run)) == len(run.optimizer.core.engine.buckets) > 1
     return run
 
 
@@ -116,4 +116,4 @@ def test_a_hook_that_comes_late_has_its_rows_too(hook: str) -> None:
             each.optimizer.step()
             each.optimizer.zero_grad()
         assert_alike(run, whole, number)
-    assert len(buckets_of(run)) == len(run.optimizer.core.bucket_members())
+    assert len(buckets_of(run)) == len(run.optimizer.core.engine.buckets)

@@ -20,7 +20,7 @@ from zero_optim.ddp import DistributedDataParallel
 from zero_optim.health.directory import Directory
 from zero_optim.health.peers import in_threads
 from zero_optim.health.verdicts import Verdicts
-from zero_optim.hooks.allreduce import mean_hook
+from zero_optim.hooks.grad_bucket import mean_hook
 
 
 def test_what_finds_no_thread_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:

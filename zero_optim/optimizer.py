@@ -243,9 +243,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 equal on all ranks.
         """
         if views.is_no_step(self.core):
-            if not self.core.begins_state():
+            if not views.begins_state(self.core):
                 return None
-            with self.core.group.doing("step()"), self.core.values_kept():
+            with self.core.group.doing("step()"), views.values_kept(self.core):
                 return self.iteration.step(self, None, {})
         with self.core.group.doing("step()"):
             return self.iteration.step(self, closure, kwargs)

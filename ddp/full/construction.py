@@ -47,6 +47,7 @@ from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.ddp.wrapper_checks import (
     REFUSED_FULLY,
+    check_optimizer,
     check_wrapping,
     seen_params,
     sparse_names,
@@ -176,7 +177,7 @@ class UnitConstruction:
         self._is_filled = True
         unfilled, init = set(self._replaced.values()), self.arguments.init
         rows, syncs = core.engine.row_buckets, syncs and self.stands_in
-        UnitFiller(group, self.choice, rows, unfilled, init, former, syncs=syncs).fill(self.module)
+        UnitFiller(group, self.choice, rows, unfilled, init, former, syncs=syncs).fill()
         core.owned.leaves.keep(rows)
 
     def make_units(self, wrapper: "FullyShardedDataParallel", trained: Sequence[Tensor]) -> UnitsInUse:
@@ -209,7 +210,6 @@ class UnitConstruction:
         if not trained and self.stands_in:  # only evaluated: a reducer that will never get a gradient
             trained = [(name, param) for name, param in pairs if param.is_floating_point()]
         reducer_options = ReducerOptions(
-            bucket_caps_nbytes=(optimizer.core.sharding.cap_nbytes,),
             find_unused_parameters=bool(options.get("find_unused_parameters", False)),
             static_graph=bool(options.get("static_graph", False)),
             reduce_dtype=self.policy.reduce_dtype,
@@ -267,20 +267,14 @@ def construct(
         rank_mesh = RankMesh.make(mesh, optimizer.ranks)
         groups = [optimizer.ranks if rank_mesh is None else rank_mesh.everyone]
     with _failing_in(groups):
-        check_wrapping(
-            wrapper,
-            module,
-            optimizer,
-            arguments.accumulate,
-            process_group,
-            arguments.options,
-            REFUSED_FULLY,
-        )
-        if optimizer is not None and has_meta(module):
-            raise ValueError(
-                "a part of the model is on the meta device: wrap it without an optimizer, then build "
-                "the optimizer with wrapped.parameters()"
-            )
+        check_wrapping(wrapper, module, arguments.accumulate, arguments.options, REFUSED_FULLY)
+        if optimizer is not None:
+            check_optimizer(module, optimizer, process_group)
+            if has_meta(module):
+                raise ValueError(
+                    "a part of the model is on the meta device: wrap it without an optimizer, then build "
+                    "the optimizer with wrapped.parameters()"
+                )
         construction = UnitConstruction(module, arguments, optimizer, change_optimizer, at_exit)
     items = [
         f"mesh={mesh.mesh.tolist() if isinstance(mesh, DeviceMesh) else mesh!r}",

@@ -150,8 +150,9 @@ class UnitFiller:
         self._seen: set[nn.Module] = set()
         self._waiting: list[list[Tensor]] | None = None  # portions that have their values; None: none waits
 
-    def fill(self, model: nn.Module) -> None:
+    def fill(self) -> None:
         """Fill all of them, and free the parameters; all ranks call, and it communicates."""
+        model = self.choice.modules[0]
         if not self.unfilled and not has_meta(model):
             self._waiting = []
         self._visit(model, None)

@@ -1,16 +1,14 @@
 """Conversions of a model, and new parameters in the place of its own, raise: owners would not see them.
 
 Note [How conversions are seen]
-    ``to()``, ``half()`` and ``cuda()`` call ``_apply`` of a module, which calls that of its children. So the
-    modules of units have an attribute of this name, which calls the class's own method with a function that
-    leaves parameters of units alone. The function is tried on a small tensor of a parameter's dtype and
-    device. If that stays as it is, the conversion passes.
+    ``to()``, ``half()`` and ``cuda()`` call ``_apply`` of a module, then of its children. Modules of units
+    have an attribute of this name, which leaves parameters of units alone. The conversion passes if a small
+    tensor of a parameter's dtype and device stays as it is.
 
 Note [Parameters in the place of others]
-    ``weight_norm`` and ``parametrize`` compute a parameter from new ones. After wrapping these begin with
-    NaN, and no owner steps them. So each training pass looks whether modules have other parameters than
-    before: 0.1 µs for each. Parameters that have gone, with nothing in their place, are unused. Other names,
-    as pruning gives, are taken from `unsharded` only: elsewhere a mask would be made from NaN.
+    Parameters that ``weight_norm`` and ``parametrize`` make after wrapping begin with NaN, and no owner steps
+    them. So each training pass compares modules' parameters, in 0.1 µs each. Those that have gone, with
+    nothing in their place, are unused. Other names, as pruning gives, are taken from `unsharded` only.
 """
 
 from collections.abc import Callable, Collection

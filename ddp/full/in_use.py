@@ -4,14 +4,13 @@ Note [When a unit is whole]
     A unit is gathered when one of its modules is called, and freed when the outermost call of them returns.
     The outermost unit of a training step stays, as the backward pass begins with it. In the backward pass a
     unit is gathered when the gradient of its output is there, and freed when all of its parameters have
-    theirs. Frozen ones get none, so a unit with some also waits for the gradients of its module's inputs. At
-    the end of the pass everything is freed. Where a backward pass computes activations again, nothing is
-    freed when a call returns. If a module returns no tensor that `tensors_in` sees, its unit stays whole.
+    theirs; one with frozen ones also waits for the gradients of its module's inputs. Where a backward pass
+    computes activations again, nothing is freed when a call returns. A unit whose module returns no tensor
+    that `tensors_in` sees stays whole.
 
 Note [The next unit]
-    The order in which the pass before needed units tells which one is needed next. Its gather starts when the
-    one before is whole. There is an order for each outermost module that is called, and one for backward
-    passes. It is the same on every rank if the ranks call the same modules, as they must.
+    The pass before tells which unit is needed next: one pass for each outermost module that is called, and
+    the last backward pass. The gather starts when the unit before is whole.
 """
 
 from collections import defaultdict
@@ -88,19 +87,18 @@ class UnitsInUse(ModuleCalls, Uncopied):
 
     # ------------------------------------------------------------------ operations
 
-    def _at(self, moment: Moment, buckets: list[RowBucket], purpose: Purpose, tells: bool = False) -> None:
-        self._engine.on(moment, buckets, UnitTask(self.units, self.gathers, purpose, tells=tells))
+    def _task(self, purpose: Purpose, tells: bool = False) -> UnitTask:
+        return UnitTask(self.units, self.gathers, purpose, tells=tells)
 
     def _fetch(self, number: int | None, purpose: Purpose, tells: bool = False) -> None:
         """Start the gather of a unit ahead of the moment that waits for it."""
         if number is not None:
-            task = UnitTask(self.units, self.gathers, purpose, tells=tells)
-            buckets = self.units[number].buckets
-            self._engine.on(Moment.BEFORE_FORWARD, buckets, task, only=Operation.GATHER)
+            buckets, task = self.units[number].buckets, self._task(purpose, tells)
+            self._engine.on(Moment.BEFORE_FORWARD, buckets, task, Operation.GATHER)
 
     def _free_unused(self, units: Iterable[Unit], moment: Moment = Moment.AFTER_MODULE) -> None:
         unused = [bucket for unit in units if not self._num_users(unit) for bucket in unit.buckets]
-        self._at(moment, unused, Purpose.BACKWARD)
+        self._engine.on(moment, unused, self._task(Purpose.BACKWARD))
 
     # ------------------------------------------------------------------ forward
 
@@ -138,7 +136,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
             self.gathers.stamps.begin_pass()
         purpose = Purpose.TRAINING if torch.is_grad_enabled() else Purpose.EVALUATION
         self._places.called(unit.number, self.clock, is_outermost=is_outermost)
-        self._at(Moment.BEFORE_FORWARD, unit.buckets, purpose, tells=True)
+        self._engine.on(Moment.BEFORE_FORWARD, unit.buckets, self._task(purpose, tells=True))
         order = self._forward[self.unit_of[self.under_way[0].module]]
         if is_outermost:
             order.begin()
@@ -155,9 +153,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
                 tensors = tensors_in(output)
                 still = any(map(unit.shares_memory, tensors))
             if not in_backward():  # else activations are computed again
-                self._leave(
-                    unit, None if raised or output is None else tensors, (self.under_way or [call])[0]
-                )
+                self._leave(call, None if raised or output is None else tensors)
         if still and not raised:
             raise RuntimeError(
                 f"{unit.name} returned a view of a parameter in a {type(output).__name__}, where no copy can "
@@ -167,17 +163,18 @@ class UnitsInUse(ModuleCalls, Uncopied):
             self._after(output)
         return output
 
-    def _leave(self, unit: Unit, tensors: list[Tensor] | None, outermost: Call) -> None:
-        order, stays = self._forward[self.unit_of[outermost.module]], False
+    def _leave(self, call: Call, tensors: list[Tensor] | None) -> None:
+        unit, outermost, stays = self.unit_of[call.module], (self.under_way or [call])[0], False
+        order = self._forward[self.unit_of[outermost.module]]
         if torch.is_grad_enabled() and tensors is not None:
             stays = self._watch(unit, tensors, order)
         if not stays:
-            self._at(Moment.AFTER_FORWARD, unit.buckets, Purpose.TRAINING)
+            self._engine.on(Moment.AFTER_FORWARD, unit.buckets, self._task(Purpose.TRAINING))
         if not self.under_way:
             order.end()
             for each in self.units:
                 if any(bucket.gathers.is_unclaimed for bucket in each.buckets):  # fetched, and not needed
-                    self._at(Moment.AFTER_FORWARD, each.buckets, Purpose.TRAINING)
+                    self._engine.on(Moment.AFTER_FORWARD, each.buckets, self._task(Purpose.TRAINING))
 
     def _watch_inputs(self, unit: Unit, inputs: object) -> UnitUse | None:
         """Return a passage that ends when all inputs of a call have their gradients."""
@@ -227,7 +224,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
             broke_off = partial(weakly(self._break_off), self._backward.begin())
             self._places.begin()
             when_backward_ends(weakly(self._end_backward), broke_off)
-        self._at(Moment.BEFORE_BACKWARD, self.units[number].buckets, Purpose.BACKWARD)
+        self._engine.on(Moment.BEFORE_BACKWARD, self.units[number].buckets, self._task(Purpose.BACKWARD))
         self._places.reached(number, place)
         following = self._backward.reached(number)
         self._fetch(following, Purpose.BACKWARD)
@@ -240,7 +237,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
             self._free_if_done(unit)
 
     def _free_if_done(self, unit: Unit) -> None:
-        if unit.is_done:
+        if not unit.passages and unit.arrived >= unit.waits_for:
             unit.arrived.clear()
             self._free_unused([unit])
 
@@ -269,18 +266,12 @@ class UnitsInUse(ModuleCalls, Uncopied):
 
     @contextmanager
     def on_request(self, units: Sequence[Unit], *, as_kept: bool, tells: bool = True) -> Iterator[UnitValues]:
-        """Yield the values of units, to read or write: the parameters, made whole. All ranks call.
-
-        ``as_kept``: in the owners' dtype, beside the parameters if these have another; RuntimeError if any
-        unit is pinned then. ``tells``: errors of the last step raise here.
-        """
+        """Yield whole values of units, ``as_kept`` in the owners' dtype; if it ``tells``, errors raise."""
         held, wide, tells = list(units), list[WideBucket](), tells and not self.under_way
-        if as_kept and any(unit.is_rounded for unit in units):
+        if as_kept and any(bucket.is_rounded for bucket in _buckets_of(units)):
             self.check_unpinned()  # of all, so that a walk over modules raises before it has changed anything
             held, wide = [], list(map(WideBucket, _buckets_of(units)))
-            self._engine.on(
-                Moment.BEFORE_FORWARD, wide, UnitTask(self.units, self.gathers, Purpose.AS_KEPT, tells=False)
-            )
+            self._engine.on(Moment.BEFORE_FORWARD, wide, self._task(Purpose.AS_KEPT))
         elif tells:
             self.gathers.stamps.begin_pass()
         request = UnitValues({param: param for unit in held for param in unit.params})
@@ -288,7 +279,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
         for unit in held:
             unit.holds += 1
         try:
-            self._at(Moment.BEFORE_FORWARD, _buckets_of(held), Purpose.REQUEST, tells)
+            self._engine.on(Moment.BEFORE_FORWARD, _buckets_of(held), self._task(Purpose.REQUEST, tells))
             yield request
         finally:
             request.values.clear()

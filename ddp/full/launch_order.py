@@ -1,12 +1,11 @@
 """Where in a backward pass buckets of gradients are launched, between the gathers of units.
 
 Note [Places of launches]
-    All ranks must start collectives in one order. Gathers are in one, as all ranks call the same units. Where
-    ranks may use different parameters, a bucket is full at different places. So with
-    ``find_unused_parameters`` or a static graph full buckets are held, and launched behind the gather of a
-    unit whose output the backward pass reaches. By then all gradients of units that were called only later
-    have come. When each unit has been gathered, buckets are launched as soon as they are full, those of
-    parameters in no unit last. Each is sent as one portion, and waits for gradients to be accumulated.
+    All ranks must start collectives in one order. Where ranks may use different parameters, a bucket is full
+    at different places. So with ``find_unused_parameters`` or a static graph full buckets are held, and
+    launched behind the gather of a unit whose output the backward pass reaches: by then all gradients of
+    units that were called only later have come. When each unit has been gathered, buckets are launched as
+    soon as they are full, those of parameters in no unit last.
 """
 
 import weakref
@@ -28,9 +27,7 @@ class LaunchOrder:
         self._units = units
         self._unit_of = [unit_of[bucket.params[0]] for bucket in reducer.assignment.buckets]
         self._reducer = weakref.ref(reducer)
-        self._since = (
-            0  # when, by the clock of calls, the first forward pass behind the last backward pass began
-        )
+        self._since = 0  # when, by the clock of calls, the first forward pass behind a backward pass began
         self._first: dict[int, int] = {}  # by unit, when it was first called since then
         self._trains = False
         self._freed: frozenset[int] = frozenset()  # units that were not whole when the backward pass began

@@ -1,14 +1,11 @@
 """What autograd saves while units are in use, and reads after they were freed.
 
 Note [Reads that no output announces]
-    A hook on a unit's output makes it whole before the backward pass comes to it. But the loss may use a
-    tensor that a module kept aside, or the backward pass reads a parameter after all gradients of the unit
-    have come, as for ``linear(x, weight.detach())``. It would read an empty storage, which crashes. So each
-    tensor that autograd saves in a forward pass gets a hook of ``torch.autograd.graph``, which gathers a unit
-    that is not whole: 2 µs of the CPU for each, 46 µs for a block of a transformer.
-
-    Autograd does not look at versions of tensors with hooks, so that is done here. Hooks of others, such as
-    of checkpointing, are left alone. PyTorch raises for ``torch.func.grad`` while such hooks are active.
+    The loss may use a tensor that a module kept aside, or the backward pass reads a parameter after all
+    gradients of the unit have come, as for ``linear(x, weight.detach())``. It would read an empty storage,
+    which crashes. So each tensor that autograd saves in a forward pass gets a hook, which gathers a unit that
+    is not whole: 2 µs of the CPU for each. Autograd does not look at versions of tensors with hooks, so that
+    is done here. Hooks of others are left alone. PyTorch raises for ``torch.func.grad`` under such hooks.
 """
 
 from collections.abc import Callable, Sequence

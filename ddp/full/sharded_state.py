@@ -102,16 +102,10 @@ def local_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, Any], d
 def _check(state: object, own: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping):
         raise StateMismatchError(f"expected what local_state_dict() returned, got {type(state).__name__}")
-    wrong = [name for name in {**own, **state} if not _alike(name, state, own)]
+    here, there = ({n: v.shape if isinstance(v, Tensor) else "" for n, v in e.items()} for e in (own, state))
+    wrong = [name for name in {**own, **state} if here.get(name) != there.get(name)]
     if wrong:
         raise StateMismatchError(
             f"the dict differs from what this rank has, in {', '.join(wrong)}, by name or shape. For other "
             "ranks, units or classes save and load with zero_optim.checkpoint"
         )
-
-
-def _alike(name: str, some: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    one, other = some.get(name), others.get(name)
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape
-    return name in some and name in others and isinstance(one, Tensor) == isinstance(other, Tensor)

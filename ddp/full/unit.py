@@ -37,28 +37,16 @@ class Unit:
     waits_for: frozenset[int]
     has_frozen: bool  # so it also waits for the gradients of its inputs
     holds: int = 0  # users that need it whole, beside calls
-    passage: UnitUse | None = (
-        None  # its call's, where one is under way, if it waits for its inputs' gradients
-    )
+    passage: UnitUse | None = None  # of its call under way, if that waits for its inputs' gradients
     arrived: set[int] = field(default_factory=set)  # parameters with a gradient in this backward pass
     # Calls whose outputs this backward pass has reached, each with how many of its inputs still lack their
     # gradients; 0 if none has one: then the unit stays whole until the end of the pass.
     passages: dict[UnitUse, int] = field(default_factory=dict)
 
     @property
-    def is_done(self) -> bool:
-        """Whether the backward pass under way needs it no more."""
-        return not self.passages and self.arrived >= self.waits_for
-
-    @property
     def params(self) -> list[Tensor]:
         """Its parameters, bucket by bucket."""
         return [param for bucket in self.buckets for param in bucket.params]
-
-    @property
-    def is_rounded(self) -> bool:
-        """Whether owners keep some of its parameters in another dtype."""
-        return any(bucket.is_rounded for bucket in self.buckets)
 
     @property
     def is_whole(self) -> bool:

@@ -1,4 +1,4 @@
-"""Buckets whose gradients go to owners: a row for each rank, in memory only while gradients are there.
+"""Gradients that go to owners: who these are, and buckets with a row for each rank while gradients come.
 
 Note [Rows of gradients]
     Reduced gradients are views of the owner's row. Each rank's row is laid out by itself, as gradients come:
@@ -6,17 +6,20 @@ Note [Rows of gradients]
     last in one row and first in the next, and room for frozen parameters and stamps.
 
 Note [Memory of sharded gradients]
-    Let W be the number of ranks, G the bytes of all gradients, B those of the largest bucket. A bucket is
-    sent while the next one fills, and that is sent when the first is summed. So beside its own rows, G / W
-    where these are even, and the gradient that autograd has just made, a rank holds two buckets, and what it
-    receives: at most B, and its row of a bucket where that is brought to it (Note [Sums of slices] in
-    `row_sum`); nothing through the host's memory. On top come `BATCH_NBYTES` of small gradients, and this
-    pass's sums where earlier ones are kept.
+    A bucket is sent while the next one fills, and that is sent when the first is summed. So beside its own
+    rows and the gradient that autograd has just made, a rank holds two buckets, and what it receives: at most
+    one, and its row of it where that is brought to it (Note [Sums of slices] in `row_sum`); nothing through
+    the host's memory. On top come `BATCH_NBYTES` of small gradients, and this pass's sums where earlier ones
+    are kept.
 
 Note [Sums apart]
     On the CPU sums stay apart until ranks know that the pass is good, and a bad one leaves earlier sums as
     they were, bit for bit. On an accelerator gradients are handed out before (Note [Late reports] in
     `report`), so each sum is added at once: behind a pass that failed call ``zero_grad()``.
+
+Note [Gradients set by hand]
+    Whole gradients that a user puts in ``param.grad`` before a pass are not reduced. Each owner adds its rows
+    of them to the result, once; other ranks drop them. If all ranks set the same, DDP gives the same.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,13 +30,84 @@ import torch
 from torch import Tensor
 
 from zero_optim.compat import private, streams
-from zero_optim.ddp.owners.owner_gradients import Owners
+from zero_optim.ddp.reducer.assignment import ReducedParams, ReducerOptions
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.flow.pending import AfterEvent
 from zero_optim.plan.layout import Extent, Row, aligned, rows_apart, spans_of
+from zero_optim.plan.pieces import Pieces, is_whole, piece_of
 from zero_optim.plan.plan import ACCELERATOR_ALIGNMENT_NBYTES, ALIGNMENT_NBYTES
 from zero_optim.plan.slices import Slices
 from zero_optim.plan.strides import dense_strides, in_order_of_memory
+from zero_optim.shard.row_storage import RowStorage
+from zero_optim.step.gradients import rows_of
+from zero_optim.step.partial import Agree, PartialGradient, owned
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Owners:
+    """The owners of gradients: whole on the only owner of a parameter, else partial gradients."""
+
+    pieces: Mapping[Tensor, Pieces]
+    names: Mapping[Tensor, str]
+    rank: int
+    size: int
+    agree: Agree | None = None  # tells all ranks what a scaler has found; see `PartialGradient`
+    storage: RowStorage = field(default_factory=RowStorage)  # of the rows of this rank
+    dtypes: Mapping[Tensor, torch.dtype] = field(default_factory=dict)  # of what owners keep, where another
+    _elsewhere: dict[Tensor, PartialGradient] = field(default_factory=dict)  # without rows: in every pass
+
+    def dtype_of(self, param: Tensor) -> torch.dtype:
+        """Return the dtype in which owners keep reduced gradients."""
+        return self.dtypes.get(param, param.dtype)
+
+    def shown(self, param: Tensor, earlier: Tensor | None, reduced: Tensor | None) -> Tensor:
+        """Return ``param.grad``; ``reduced``, this rank's rows, is added to the earlier gradient."""
+        if earlier is None:
+            if reduced is None or len(self.pieces[param]) > 1 or self._keeps_another(param):
+                return self._partial(param, reduced)
+            return owned(reduced, self.agree)
+        if not isinstance(earlier, PartialGradient):
+            earlier = self.shown_of_whole(param, earlier.to_dense())
+        if reduced is not None:
+            target = earlier.rows_to_come if isinstance(earlier, PartialGradient) else earlier
+            assert target is not None  # this rank owns rows of it
+            self.storage.add(target, reduced)
+        return earlier
+
+    def shown_of_whole(self, param: Tensor, whole: Tensor, *, is_view: bool = False) -> Tensor:
+        """Return ``param.grad`` of a dense gradient; ``is_view``: rows may be views, as the memory stays."""
+        piece = piece_of(self.pieces[param], self.rank)
+        if piece is None:
+            return self._partial(param, None)
+        rows = rows_of(whole, piece)
+        if self._keeps_another(param):
+            rows = next(self.storage.copies([rows.to(self.dtype_of(param))]))
+        elif not (is_view or is_whole(piece, param.shape)):
+            rows = rows.clone()  # a view would keep the whole
+        return self.shown(param, None, rows)
+
+    def shown_sparse(self, param: Tensor, earlier: Tensor | None, total: Tensor) -> Tensor:
+        """Return ``param.grad`` of a sparse sum over all ranks."""
+        pieces = self.pieces[param]
+        if piece_of(pieces, self.rank) is None:
+            return PartialGradient(param, pieces, None, self.names[param], agree=self.agree)
+        reduced = total.to(param.dtype)
+        return owned(reduced if earlier is None else earlier + reduced, self.agree)
+
+    def _keeps_another(self, param: Tensor) -> bool:
+        """Whether owners keep the gradient in a dtype or place that ``param.grad`` does not take."""
+        return self.storage.on_host or param in self.dtypes
+
+    def _partial(self, param: Tensor, rows: Tensor | None) -> PartialGradient:
+        known = self._elsewhere.get(param) if rows is None else None
+        if known is not None:
+            return known
+        comes = self.storage.wait if self.storage.on_host else None
+        pieces, name, dtype = self.pieces[param], self.names[param], self.dtype_of(param)
+        gradient = PartialGradient(param, pieces, rows, name, dtype, comes, self.agree)
+        if rows is None:
+            self._elsewhere[param] = gradient
+        return gradient
 
 
 @dataclass(slots=True, eq=False)
@@ -54,15 +128,14 @@ class OwnerBucket(ReducerBucket):
     def __init__(
         self,
         indices: Sequence[int],
-        params: Sequence[Tensor],
+        reduced: ReducedParams,
+        options: ReducerOptions,
         owners: Owners,
         *,
-        is_sparse: bool = False,
-        dtype: torch.dtype | None = None,
-        carries_word: bool = False,
+        carries_word: bool,
     ) -> None:
-        super().__init__(indices, params, is_sparse=is_sparse, dtype=dtype)
-        self._owners = owners
+        super().__init__(indices, reduced, options)
+        self._owners, params = owners, self.params
         self._forms = [(tuple(param.shape), dense_strides(param)) for param in params]
         nbytes = ALIGNMENT_NBYTES if params[0].device.type == "cpu" else ACCELERATOR_ALIGNMENT_NBYTES
         alignment = max(1, nbytes // self.dtype.itemsize)
@@ -75,6 +148,7 @@ class OwnerBucket(ReducerBucket):
         starts = list(accumulate(self._slices.rows, initial=0))
         words = [start + row.stop for start, row in zip(starts, rows, strict=False)]
         self._words = torch.tensor(words, device="cpu").to(params[0].device) if carries_word else None
+        self.can_carry_failure_word = carries_word
         self._end = rows[owners.rank].stop
         # By slot, where the elements are: the number of the place, and the extent in the flat tensor.
         self._cells: list[list[tuple[int, Extent]]] = [[] for _ in params]
@@ -97,11 +171,6 @@ class OwnerBucket(ReducerBucket):
     def _allocate(self, dtype: torch.dtype) -> Tensor:
         """Rows are made in each pass."""
         return self.params[0].new_empty(0, dtype=dtype, requires_grad=False)
-
-    @property
-    def can_carry_failure_word(self) -> bool:
-        """Whether there is an element for `write_failure_word`."""
-        return self._words is not None
 
     def write_failure_word(self) -> None:
         """Mark the rows to be sent as failed."""
@@ -247,13 +316,9 @@ def _joined(extents: Iterable[Extent]) -> list[Extent]:
     """Join the pieces of a parameter that adjoin in the flat tensor, as those of following ranks do."""
     joined: list[Extent] = []
     for extent in extents:
-        last = joined[-1] if joined else None
-        if last is not None and (last.param, last.stop, last.end) == (
-            extent.param,
-            extent.start,
-            extent.offset,
-        ):
-            joined[-1] = last._replace(stop=extent.stop)
+        ends = [(last.param, last.stop, last.end) for last in joined[-1:]]
+        if ends == [(extent.param, extent.start, extent.offset)]:
+            joined[-1] = joined[-1]._replace(stop=extent.stop)
         else:
             joined.append(extent)
     return joined

@@ -12,8 +12,7 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.comm.mesh import RankMesh, agree_between_replicas
 from zero_optim.compat.autograd import backward_number
-from zero_optim.ddp.owners.owner_bucket import OwnerBucket
-from zero_optim.ddp.owners.owner_gradients import Owners
+from zero_optim.ddp.owners.owner_bucket import OwnerBucket, Owners
 from zero_optim.ddp.owners.owner_sums import OwnerSums
 from zero_optim.ddp.owners.replica_check import ReplicaCheck
 from zero_optim.ddp.reducer.assignment import (
@@ -37,9 +36,7 @@ from zero_optim.step.unreduced import reducers_with
 class OwnerReducer(Reducer):
     """Reduces gradients to the owners of their parameters; all ranks construct it. Communicates.
 
-    Autograd must not add to reduced gradients, which stay at the parameters, what has yet to be reduced. So a
-    pass begins before autograd adds its first gradient. ``outermost``: the parameters in no unit, where there
-    are units.
+    A pass begins before autograd adds its first gradient to what is reduced.
     """
 
     checks_first = True
@@ -53,7 +50,7 @@ class OwnerReducer(Reducer):
         sparse: Sequence[str],
         wanted: Callable[[bool], bool | None],
         mesh: RankMesh | None = None,
-        outermost: Collection[Tensor] | None = None,
+        outermost: Collection[Tensor] | None = None,  # parameters in no unit, where there are units
     ) -> None:
         everyone = optimizer.ranks if mesh is None else mesh.everyone
         with failing_together(everyone):
@@ -63,15 +60,14 @@ class OwnerReducer(Reducer):
         optimizer.core.engine.reduce_to_owners()
         self._optimizer = optimizer
         self._outermost = outermost
-        self._to_hold: Callable[[], bool] | None = None
         self._check: ReplicaCheck | None = None
         self._local_number = -1  # of the last backward pass that was not reduced
-        self._is_replaced = False
         lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
+        caps = (optimizer.core.sharding.cap_nbytes,)  # buckets are those of the optimizer
         super().__init__(
             params,
             everyone.process_group,
-            options,
+            replace(options, bucket_caps_nbytes=caps, gradient_as_bucket_view=False, batched_grad_copy=False),
             sparse=sparse,
             wanted=wanted,
             checks=False,
@@ -89,74 +85,38 @@ class OwnerReducer(Reducer):
         self.expect(True)  # modules may be called by themselves, before the first forward pass of the whole
 
     def follow(self, came: Callable[[int], None], holds: Callable[[], bool]) -> None:
-        """Call `came` with a parameter's place after each gradient; if `holds()`, full buckets are held."""
-        self._inbox.follower, self._to_hold = came, holds
-
-    def retire(self) -> None:
-        """Leave the gradients to another one: two would take them from each other."""
-        self._is_replaced = True
-        self.close()
-
-    def begin_forward(self) -> None:
-        """See `Reducer.begin_forward`."""
-        self._check_current()
-        super().begin_forward()
-
-    def end_forward(self, output: object, *, syncs: bool) -> None:
-        """See `Reducer.end_forward`."""
-        self._check_current()
-        super().end_forward(output, syncs=syncs)
-
-    def _check_current(self) -> None:
-        if self._is_replaced:
-            raise RuntimeError(
-                "the module, or a part of it, has been wrapped anew, and its gradients are reduced by the "
-                "wrapper that was made last: call that one, and drop this one"
-            )
+        """Call `came` with a parameter's place after each gradient; `holds` says to hold full buckets."""
+        self._inbox.follower, self._to_hold = came, holds if self.options.may_be_unused else None
 
     def rebuild(self) -> bool:
         """Do nothing: buckets are those of the optimizer."""
         return False
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
-        optimizer, reduced, params = self._optimizer, self._reduced, self.params
-        index_lists = indices_of_members(reduced, optimizer.core.bucket_members())
-        if self._outermost is not None and self._may_differ:
+        core, reduced, params, owners = self._optimizer.core, self._reduced, self.params, self._owners()
+        index_lists = indices_of_members(reduced, [bucket.params for bucket in core.engine.buckets])
+        if self._outermost is not None and self.options.may_be_unused:
             last = self._outermost
             index_lists.sort(key=lambda indices: params[indices[0]] in last)
         index_lists = [sorted(indices, reverse=True) for indices in index_lists]
-        is_sparse = [reduced.is_sparse(indices[0]) for indices in index_lists]
-        if False in is_sparse:  # the last one carries the word of a failure, see `OwnerBucket`
-            at = len(index_lists) - 1 - is_sparse[::-1].index(False)
+        dense = [at for at, indices in enumerate(index_lists) if not reduced.is_sparse(indices[0])]
+        for at in dense[-1:]:  # the last one carries the word of a failure
             index_lists.append(index_lists.pop(at))
-            is_sparse.append(is_sparse.pop(at))
-        members = [[params[index] for index in indices] for indices in index_lists]
-        dtypes = [self._reduced_dtype(of_bucket[0]) for of_bucket in members]
-        owners = self._owners()
+        carrier = index_lists[-1] if dense else None
         buckets = [
-            OwnerBucket(
-                indices,
-                members[number],
-                owners,
-                is_sparse=is_sparse[number],
-                dtype=dtypes[number],
-                carries_word=number == len(members) - 1 and not is_sparse[number],
-            )
-            for number, indices in enumerate(index_lists)
+            OwnerBucket(indices, reduced, self.options, owners, carries_word=indices is carrier)
+            for indices in index_lists
         ]
-        engine = optimizer.core.engine
+        engine = core.engine
         for bucket in buckets:  # each has the parameters of one of the optimizer's
             bucket.run_by(engine.buckets_of(bucket.params)[0].schedule)
         return BucketAssignment.of(self.names, buckets)
 
-    def _reduced_dtype(self, param: Tensor) -> torch.dtype:
-        return self.options.dtype_of(param) or param.dtype
-
     def _owners(self) -> Owners:
         optimizer, dtypes = self._optimizer, dict[Tensor, torch.dtype]()
         for param in self.params:
-            kept = kept_dtype(param)
-            both = kept if kept == param.dtype else torch.promote_types(kept, self._reduced_dtype(param))
+            kept, reduced = kept_dtype(param), self.options.dtype_of(param) or param.dtype
+            both = kept if kept == param.dtype else torch.promote_types(kept, reduced)
             if both != param.dtype:
                 dtypes[param] = both
         return Owners(
@@ -170,16 +130,9 @@ class OwnerReducer(Reducer):
         )
 
     @property
-    def _may_differ(self) -> bool:
-        return self.options.find_unused_parameters or self.options.static_graph
-
-    @property
     def running(self) -> BackwardPass | None:
         """The backward pass that is running."""
         return self._inbox.current if self._inbox.is_running else None
-
-    def _holds(self) -> bool:
-        return self._to_hold is not None and self._may_differ and self._to_hold()
 
     def set_static_graph(self) -> None:
         """See `Reducer.set_static_graph`."""

@@ -1,9 +1,6 @@
 """Buckets on their way to the owners of their gradients, one after the other.
 
-The whole way: a gradient's hook counts, and a full bucket copies gradients, divided, into a row for each
-owner (`OwnerBucket.take`), or a comm hook takes the rows from DDP's bucket (`zero_optim.hooks.owners`); here
-all ranks' rows are added up in the order of ranks (`start_in_stages`), each row for its owner; at the end of
-the pass ``param.grad`` is the sum on its owner, elsewhere a partial gradient (`Owners`).
+Rows come from `OwnerBucket.take`, or from DDP's bucket by `zero_optim.hooks.owners`.
 
 Note [Sums across replicas]
     In a mesh (`zero_optim.comm.mesh`) the owner adds gradients up in the order of ranks inside a replica;
@@ -32,10 +29,7 @@ _Stage: TypeAlias = Callable[[Tensor], Pending[Tensor]]  # takes the value of th
 
 
 class OwnerSums:
-    """Buckets, of a pass or a hook: one is sent when the one before is summed.
-
-    With ``streams`` an extra stream waits for the sums, and `finish` lets the current one wait for that.
-    """
+    """Buckets, of a pass or a hook: one is sent when the one before is summed."""
 
     def __init__(
         self,
@@ -43,7 +37,7 @@ class OwnerSums:
         lanes: Lease,  # for exchanges among them
         across: RankGroup | None = None,  # owners of the same rows in all replicas
         *,
-        streams: StreamBeside | None = None,
+        streams: StreamBeside | None = None,  # which wait for the sums; `finish` waits for these
     ) -> None:
         self.inner, self.lanes, self._sum_across = inner, lanes, across
         self._received = ReceiveBuffer()

@@ -1,10 +1,9 @@
 """Replicas of a mesh make sure that they take the same steps with the same options.
 
 Note [Replicas that drift]
-    The gradients of replicas have equal bits, so parameters stay equal as long as each replica takes the same
-    steps. Across replicas nothing is gathered. So the owners of the same rows gather stamps of their last
-    step beside each backward pass. Where these differ, all raise. On an accelerator the next pass reads them,
-    so that the CPU does not wait.
+    Parameters of replicas stay equal as long as each takes the same steps, and nothing of them is gathered.
+    So the owners of the same rows gather stamps of their last step beside each backward pass. Where these
+    differ, all raise; on an accelerator in the next pass.
 
 Note [Failures in one replica]
     A rank that raises a failure of its replica sends its next stamp at once, with the message, and waits for
@@ -29,10 +28,6 @@ from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.option_values import OptionValues, differing
 
 _NBYTES = STAMP_NBYTES + 192  # of a stamp with an excerpt of the error
-
-
-def _option(replicas: Sequence[int], value: str) -> str:
-    return f"{value} in {ranks_text(replicas, 'replica')}"
 
 
 # The options of this rank at the start of a pass, and the stamps of all replicas.
@@ -105,7 +100,11 @@ class ReplicaCheck:
         wrong = [f"steps taken: {', '.join(steps)}"] if parts else []
         if len({stamp.digest for stamp in stamps.values()}) > 1:
             options = self._across.all_gather_json(mine)
-            wrong += options_text(options, differing(options), _option, ", ")
+
+            def each(replicas: Sequence[int], value: str) -> str:
+                return f"{value} in {ranks_text(replicas, 'replica')}"
+
+            wrong += options_text(options, differing(options), each, ", ")
         if wrong:
             raise RankMismatchError(
                 f"the replicas of the mesh differ: {shortened(wrong)}. Parameters may differ by now: load a "

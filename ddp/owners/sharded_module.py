@@ -1,4 +1,4 @@
-"""`ShardedModule`: what the wrappers of stages 2 and 3 have in common, whose gradients go to their owners."""
+"""What the wrappers have in common: `ReducedModule` all, `ShardedModule` those of stages 2 and 3."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh
+from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.explain import summary
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import names_text
@@ -18,12 +19,42 @@ Accumulate = Literal["owner", "local"]
 _REDUCES_EACH = 'no_sync(), under which accumulate="owner" reduces every pass, and "local" none'
 
 
-class ShardedModule:
-    """A part of `ShardedDataParallel`, which is PyTorch's wrapper too, and `FullyShardedDataParallel`."""
+class ReducedModule:
+    """A part of every wrapper, which has a reducer."""
+
+    require_backward_grad_sync: bool
+
+    def _own(self) -> Reducer:
+        raise NotImplementedError
+
+    def _wants(self, was_expected: bool) -> bool:
+        """Whether the backward pass that begins is to be reduced."""
+        return was_expected and self.require_backward_grad_sync
+
+    def check_finished(self) -> None:
+        """Raise `ReductionError`, on every rank, if gradients were incomplete; all ranks call.
+
+        On a CPU ``backward()`` has raised by itself. On a GPU call this after the last pass, or before you
+        write a checkpoint. Waits for the device.
+        """
+        self._own().check_finished()
+
+    def metrics(self, *, reset: bool = True) -> dict[str, float]:
+        """Return what the reductions on this rank communicated since the last call. No communication.
+
+        The keys are those of `ZeroRedundancyOptimizer.metrics`. Phases: ``reduce`` (gradients), ``agree``
+        (failures, unused parameters), ``order`` (of new buckets) and ``total``. ``passes`` counts reduced
+        backward passes. With a comm hook ``exposed_seconds/reduce`` is the time of the hook and of the wait
+        for it; what it sends is not counted, nor are buffers. ``reset=False`` leaves the counts alone.
+        """
+        return self._own().metrics(reset=reset)
+
+
+class ShardedModule(ReducedModule):
+    """A part of the wrappers whose gradients go to their owners."""
 
     _STAGE: ClassVar[int]
     _WITHOUT_JOIN: ClassVar[str]  # the reason
-    require_backward_grad_sync: bool
     _optimizer: ZeroRedundancyOptimizer
     _mesh: RankMesh | None
     _accumulate: Accumulate

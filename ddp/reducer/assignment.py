@@ -1,4 +1,4 @@
-"""The reducer's options, and the assignment of gradients to buckets.
+"""The reducer's options, the assignment of gradients to buckets, and the passes that it follows.
 
 Note [PyTorch's buckets]
     With more than two ranks, the rounding of a sum depends on the element's place in its bucket. So buckets
@@ -13,8 +13,8 @@ Note [Buckets in rows]
 
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import InitVar, dataclass, field
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -66,6 +66,11 @@ class ReducerOptions:
         if not self.bucket_caps_nbytes or min(self.bucket_caps_nbytes) < 1:
             raise ValueError(f"expected a bucket capacity of at least 1 byte, got {self.bucket_caps_nbytes}")
         check_patience(self.timeout, self.on_stall)
+
+    @property
+    def may_be_unused(self) -> bool:
+        """Whether parameters may get no gradient."""
+        return self.find_unused_parameters or self.static_graph
 
     def dtype_of(self, param: Tensor) -> torch.dtype | None:
         """Return the dtype for reducing a parameter's gradient; None for its own."""
@@ -158,18 +163,9 @@ def assign(
         index_lists = assign_buckets(keys, nbytes, caps, in_order, overflow=True)
         if order is None:
             index_lists.sort(key=min, reverse=True)
-    buckets = [
-        ReducerBucket(
-            indices,
-            [params[index] for index in indices],
-            is_sparse=reduced.is_sparse(indices[0]),
-            as_views=options.gradient_as_bucket_view,
-            batched=options.batched_grad_copy,
-            dtype=options.dtype_of(params[indices[0]]),
-        )
-        for indices in index_lists
-    ]
-    return BucketAssignment.of(reduced.names, buckets)
+    return BucketAssignment.of(
+        reduced.names, [ReducerBucket(indices, reduced, options) for indices in index_lists]
+    )
 
 
 def indices_of_members(
@@ -195,3 +191,56 @@ def describe_params(pairs: Iterable[tuple[str, Tensor]]) -> list[str]:
         f"{'trainable' if param.requires_grad else 'frozen'}"
         for name, param in pairs
     ]
+
+
+# every: each parameter must get one gradient. some: it may get none. learning: nothing is known yet, so
+# nothing is reduced before the end. learnt: each must get as many as in the pass that was there to learn.
+Kind = Literal["every", "some", "learning", "learnt"]
+
+
+@dataclass(slots=True)
+class History:
+    """Facts learnt from the passes so far; `Reducer.reset` makes it anew."""
+
+    num_params: InitVar[int]
+    num_passes: int = 0  # that were reduced
+    num_buckets_reduced: int = 0  # in the last one
+    last_order: list[int] = field(default_factory=list)  # parameters as gradients of the last pass came here
+    looks_static: bool = True  # the same parameters were used in all passes
+    rebuild_is_due: bool = False  # buckets are to follow the order of the last pass
+    has_rebuilt: bool = False  # they do by now
+    learnt: list[int] | None = None  # gradients of each parameter in a static graph, once that is known
+    undefined: tuple[int, ...] = ()  # unused ones of it that took part: an ``autograd.Function`` gave None
+    unused: list[bool] = field(init=False)  # by parameter, in a static graph: no rank has a gradient
+    carried: list[bool] = field(init=False)  # by parameter: it has a gradient of a pass that was not reduced
+
+    def __post_init__(self, num_params: int) -> None:
+        self.unused = [False] * num_params
+        self.carried = [False] * num_params
+
+    def kind(self, options: ReducerOptions) -> Kind:
+        """Return the kind of the next pass."""
+        if options.static_graph:
+            return "learning" if self.learnt is None else "learnt"
+        return "some" if options.find_unused_parameters else "every"
+
+    def order(self) -> list[int]:
+        """Return all parameters in the order of gradients; the last have none."""
+        return self.last_order + sorted(set(range(len(self.unused))) - set(self.last_order))
+
+    def conclude(
+        self, calls: Sequence[int], order: Sequence[int], unused: Sequence[bool], options: ReducerOptions
+    ) -> None:
+        """Learn from an ended pass: gradients by parameter, their order, parameters that no rank used."""
+        is_usual = order == self.last_order  # compared faster than sets are made
+        if self.num_passes and not is_usual and set(order) != set(self.last_order):
+            self.looks_static = False
+        self.num_passes += 1
+        self.last_order = list(order)
+        if options.static_graph and self.learnt is None:
+            self.learnt = list(calls)
+            self.unused = list(unused)
+            self.undefined = tuple(index for index, count in enumerate(calls) if count and unused[index])
+        num_watched = 2 if options.static_graph else 1  # as in PyTorch's reducer
+        if self.num_passes == num_watched and (options.static_graph or not options.find_unused_parameters):
+            self.rebuild_is_due = True

@@ -11,10 +11,9 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.streams import record_use
 from zero_optim.ddp.reducer import report
-from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducerOptions
+from zero_optim.ddp.reducer.assignment import BucketAssignment, History, ReducerOptions
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.graph import accumulates
-from zero_optim.ddp.reducer.history import History
 from zero_optim.ddp.reducer.reduction import Launch
 from zero_optim.ddp.reducer.report import FailureReport
 from zero_optim.ddp.reducer.stream_order import StreamOrder
@@ -77,6 +76,7 @@ class BackwardPass:
         buckets = assignment.buckets
         self.phase = Phase.RUNNING
         self.kind = history.kind(options)
+        self.asks_for_use = self.kind in ("some", "learning")  # ranks tell each other what they used
         # In ``Join`` not in the first pass, from which a rank without a batch learns what is used.
         may_skip = not in_join or history.num_passes > 0
         self.skips_unused = may_skip and options.skip_all_reduce_unused_params and self.kind == "some"
@@ -85,7 +85,7 @@ class BackwardPass:
         self.num_passed = 0  # buckets that were launched or left out: the number of the next
         self._assignment = assignment
         self._places = assignment.places
-        self._reductions = reductions
+        self._reductions, self.launched = reductions, reductions.launched
         self._divisor = divisor
         self._held_up = held_up
         # 0 while that is learnt: whatever comes is unusual
@@ -99,11 +99,6 @@ class BackwardPass:
         self._set_aside: dict[int, Tensor] = {}  # gradients of parameters that perhaps no rank used
         self._failures: dict[str, list[str]] = {}  # names of parameters, by text
         self._streams = StreamOrder.of(buckets[0].flat.device, len(buckets))
-
-    @property
-    def asks_for_use(self) -> bool:
-        """Whether ranks tell each other which parameters were used."""
-        return self.kind in ("some", "learning")
 
     # ------------------------------------------------------------------ phases and failures
 
@@ -288,14 +283,9 @@ class BackwardPass:
             ]
         return FailureReport(group, self.failure(), used, in_last_bucket=self.has_word)
 
-    @property
-    def num_launched(self) -> int:
-        """How many buckets were launched."""
-        return len(self._reductions.launched)
-
     def results(self, report: FailureReport | None = None) -> Iterator[tuple[ReducerBucket, Tensor]]:
         """Wait for each launched bucket, and yield it with its gradients; a report reads its word."""
-        for bucket, pending in self._reductions.launched:
+        for bucket, pending in self.launched:
             reduced = pending.wait()
             if report is not None and report.in_last_bucket and bucket.is_last:
                 report.read_word(reduced)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from torch import Tensor
 from zero_optim.compat import private, streams
 from zero_optim.flow.schedule import ZERO1, Schedule
 from zero_optim.plan.strides import consecutive_views
+
+if TYPE_CHECKING:
+    from zero_optim.ddp.reducer.assignment import ReducedParams, ReducerOptions
 
 # Small gradients are copied in batches of about this many bytes: few calls, and each while it still lies in
 # the cache. Where they become views of the bucket, the memory they leave is that of the next ones. A large
@@ -26,27 +29,17 @@ class ReducerBucket:
     schedule: Schedule = ZERO1
     is_shadow = False  # it takes part, without gradients of this rank, in a pass of the others
 
-    def __init__(
-        self,
-        indices: Sequence[int],
-        params: Sequence[Tensor],
-        *,
-        is_sparse: bool = False,
-        as_views: bool = False,
-        batched: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self.indices = list(indices)
-        self.params = list(params)
+    def __init__(self, indices: Sequence[int], reduced: "ReducedParams", options: "ReducerOptions") -> None:
+        self.indices, self._reduced, self._options = list(indices), reduced, options
+        self.params = params = [reduced.params[index] for index in indices]
         self.number, self.is_last, self.label = 0, True, ""  # in the order of reduction, and for messages
-        self.is_sparse = is_sparse
-        self.dtype = dtype = params[0].dtype if dtype is None else dtype
-        self.as_views = as_views and not is_sparse and dtype == params[0].dtype
-        self._batched = batched
+        self.is_sparse = is_sparse = reduced.is_sparse(indices[0])
+        self.dtype = dtype = options.dtype_of(params[0]) or params[0].dtype
+        self.as_views = options.gradient_as_bucket_view and not is_sparse and dtype == params[0].dtype
         self.pending: list[int] = []  # slots of gradients that have come and were not copied yet
         self.batch_length = len(params)  # how many small gradients are copied at a time
         self.large_slots: frozenset[int] = frozenset()
-        if not (batched or is_sparse):
+        if not (options.batched_grad_copy or is_sparse):
             nbytes = [param.nbytes for param in params]
             self.large_slots = frozenset(slot for slot, size in enumerate(nbytes) if size >= LARGE_NBYTES)
             small = [size for size in nbytes if size < LARGE_NBYTES]
@@ -54,6 +47,7 @@ class ReducerBucket:
         self.misfits: list[int] = []  # slots of gradients of the wrong layout, which were dropped
         self.views: list[Tensor] = []  # each parameter's place in the flat tensor; none if sparse
         self.flat = _no_gradient(params[0], dtype) if is_sparse else self._allocate(dtype)
+        self.can_carry_failure_word = not is_sparse and self.flat.numel() > 0  # see `write_failure_word`
 
     def _allocate(self, dtype: torch.dtype) -> Tensor:
         numel = sum(param.numel() for param in self.params)
@@ -63,7 +57,7 @@ class ReducerBucket:
 
     def shadow(self) -> "ReducerBucket":
         """Return a bucket of zeros, for a pass without gradients of this rank."""
-        like = ReducerBucket(self.indices, self.params, is_sparse=self.is_sparse, dtype=self.dtype)
+        like = ReducerBucket(self.indices, self._reduced, self._options)
         like.number, like.is_last, like.label = self.number, self.is_last, self.label
         like.is_shadow = True
         return like
@@ -72,11 +66,6 @@ class ReducerBucket:
     def nbytes(self) -> int:
         """Size of all gradients, dense, in bytes."""
         return sum(param.numel() for param in self.params) * self.dtype.itemsize
-
-    @property
-    def can_carry_failure_word(self) -> bool:
-        """Whether there is an element for `write_failure_word`."""
-        return not self.is_sparse and self.flat.numel() > 0
 
     def write_failure_word(self) -> None:
         """Make the first element NaN, and so the sum of all ranks: Note [Two ways to tell of a failure]."""
@@ -145,7 +134,7 @@ class ReducerBucket:
             start = self.views[low].storage_offset()
             stop = self.views[high].storage_offset() + self.views[high].numel()
             part = self.flat[start:stop]
-            if self._batched:
+            if self._options.batched_grad_copy:
                 part.div_(divisor)
             else:
                 part.mul_(1 / divisor)
@@ -186,11 +175,6 @@ class ReducerBucket:
         return param.grad
 
     # ------------------------------------------------------------------ results go
-
-    def clear(self) -> None:
-        """Zero the gradients that are views of this bucket."""
-        if self.as_views:
-            self.flat.zero_()
 
     def give_back(self, *, drops: bool) -> None:
         """Put gradients of earlier passes back; ``drops`` the others. Does nothing here."""

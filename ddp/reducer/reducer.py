@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,20 +20,16 @@ from zero_optim.comm.backends import as_lists
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.autograd import in_backward, shadowed_pass
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
-from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducedParams, ReducerOptions, assign
+from zero_optim.ddp.reducer.assignment import BucketAssignment, History, ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassWithGraph, Phase, Reductions
 from zero_optim.ddp.reducer.graph import UnusedSearch, refuse_distributed_autograd, tensors_in
-from zero_optim.ddp.reducer.history import History
 from zero_optim.ddp.reducer.inbox import Inbox, announce_backward, remove, weakly, when_backward_ends
 from zero_optim.ddp.reducer.reduction import Hook, HookSlot, Launch
-from zero_optim.ddp.reducer.report import SWAPPED, FailureReport
+from zero_optim.ddp.reducer.report import REPLACED, SWAPPED, WITHOUT_GRAPH, FailureReport
 from zero_optim.errors import ReductionError
 from zero_optim.health.watchdog import learn_addresses, watch
 from zero_optim.shard.engine import Engine
 from zero_optim.step.unreduced import add_reducer, remove_reducer
-
-if TYPE_CHECKING:
-    from torch.futures import Future
 
 
 class Reducer:
@@ -59,6 +54,7 @@ class Reducer:
     """
 
     checks_first = False  # a pass that is found to be bad when it ends hands out no gradients
+    _to_hold: Callable[[], bool] | None = None  # tells if full buckets wait for a caller to launch them
 
     def __init__(
         self,
@@ -85,7 +81,7 @@ class Reducer:
         self.defers_reports = is_asynchronous(self.params[0].device)  # Note [Late reports] in `report`
         self.slot = HookSlot()
         self._wanted = wanted
-        self._is_expected = False
+        self._is_expected = self._is_replaced = False
         self._inbox = Inbox(self.params, weakly(self._first_arrived))
         weakref.finalize(self, remove, self._inbox.handles)
         self.reset()
@@ -101,7 +97,7 @@ class Reducer:
         self.divisor: Callable[[], float] | None = None  # of the next pass, in Join; None for `size`
         self._search = UnusedSearch()
         self._unread: list[FailureReport] = []  # of passes that have ended
-        self.futures: list[Future[object]] = []  # waited for when the next pass ends
+        self.futures: list[torch.futures.Future[object]] = []  # waited for when the next pass ends
         self._assign(None)
 
     @property
@@ -183,13 +179,24 @@ class Reducer:
         remove(self._inbox.handles)
         remove_reducer(self)
 
+    def retire(self) -> None:
+        """Leave the gradients to another one: two would take them from each other."""
+        self._is_replaced = True
+        self.close()
+
+    def _check_current(self) -> None:
+        if self._is_replaced:
+            raise RuntimeError(REPLACED)
+
     def begin_forward(self) -> None:
         """Begin a forward pass whose backward pass must be reduced; raises as `check_finished`."""
+        self._check_current()
         self._activity.begin("forward pass")
         self.check_finished(waits=False)
 
     def end_forward(self, output: object, *, syncs: bool) -> None:
         """End a forward pass with gradients; if it `syncs`, its backward pass must be reduced."""
+        self._check_current()
         self._activity.end("forward pass")
         self.expect(syncs)
         if syncs:
@@ -236,7 +243,7 @@ class Reducer:
             divisor = self.group.size if self.divisor is None else self.divisor()
         current = self._new_pass(self.assignment, divisor, in_join=self.divisor is not None)
         self._activity.begin("backward pass")
-        current.is_held = self._holds()
+        current.is_held = self._to_hold is not None and self._to_hold()
         self._inbox.current = current
         when_backward_ends(lambda: self._finish(current), current.break_off)
         learnt = self.history.learnt
@@ -258,12 +265,7 @@ class Reducer:
         )
 
     def _open(self) -> Launch:
-        may_be_unused = self.options.find_unused_parameters or self.options.static_graph
-        return self.slot.launching(self._summing, all_used=not may_be_unused)
-
-    def _holds(self) -> bool:
-        """Whether full buckets wait for a caller to launch them."""
-        return False
+        return self.slot.launching(self._summing, all_used=not self.options.may_be_unused)
 
     def _held_up(self) -> AbstractContextManager[None]:
         """Return a context that counts the time: Note [Exposed seconds] in `comm.traffic`."""
@@ -296,11 +298,7 @@ class Reducer:
         current.end()
         self._hand_out(current, defers=defers, drops=broke_off and defers)  # nobody is told yet
         if current.keeps_graph and any(current.calls):
-            warnings.warn(
-                "a backward pass with create_graph=True reduces the gradients, not the graph that "
-                "computes them: gradients of higher order are those of this rank alone",
-                stacklevel=2,
-            )
+            warnings.warn(WITHOUT_GRAPH, stacklevel=2)
 
     def _hand_out(self, current: BackwardPass, *, defers: bool, drops: bool = False) -> None:
         if not self.slot.is_empty:  # on gloo PowerSGD issues some collectives late, from other threads
@@ -315,7 +313,8 @@ class Reducer:
         with self.slot.minding():
             if drops:
                 for bucket, _ in current.results(report):
-                    bucket.clear()  # gradients that are views; others are left alone
+                    if bucket.as_views:  # other gradients are left alone
+                        bucket.flat.zero_()
             else:
                 current.give(unused, report)
         futures, self.futures = self.futures, []
@@ -326,7 +325,7 @@ class Reducer:
             calls, order = [int(flag) for flag in used], history.last_order
             if current.kind == "some" and not order:
                 order = [index for index, flag in enumerate(used) if flag]
-        history.num_buckets_reduced = current.num_launched
+        history.num_buckets_reduced = len(current.launched)
         history.conclude(calls, order, unused, self.options)
         if defers:
             report.put_off()

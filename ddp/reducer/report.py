@@ -7,11 +7,10 @@ Note [Two ways to tell of a failure]
     anyway: there the counts have one more element.
 
 Note [Late reports]
-    To read a report the CPU waits, on a device with streams for the whole pass. So there all ranks read when
-    the device has the next pass to work on: when a forward pass begins, and with the first gradient of a
-    backward pass, all but the last report. A failure of pass n raises in forward pass n + 2; the optimizer
-    may use its gradients before. `Reducer.check_finished` and `Join` read all. Passes in `Join`, and the
-    first one of a static graph, are read at once.
+    To read a report the CPU waits, on a device with streams for the whole pass. So there all ranks read all
+    but the last report when a forward pass begins, and with the first gradient of a backward pass. A failure
+    of pass n raises in forward pass n + 2; the optimizer may use its gradients before. Passes in `Join`, and
+    the first one of a static graph, are read at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -81,7 +80,15 @@ class FailureReport:
             raise ReductionError(f"the gradients of {which} backward pass cannot be used. {each}{late}")
 
 
-# Each text names parameters.
+REPLACED = (
+    "the module, or a part of it, has been wrapped anew, and its gradients are reduced by the wrapper that "
+    "was made last: call that one, and drop this one"
+)
+WITHOUT_GRAPH = (
+    "a backward pass with create_graph=True reduces the gradients, not the graph that computes them: "
+    "gradients of higher order are those of this rank alone"
+)
+# Each text below names parameters.
 BROKE_OFF = "a backward pass ended with an exception before its gradients were reduced"
 NO_GRADIENT = (
     "no gradient for {}. Every parameter that requires a gradient must take part in "

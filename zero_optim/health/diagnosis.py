@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_optim.comm.frames import differences, ranks_by_value, ranks_text
-from zero_optim.comm.records import NO_STEP, OVERLAPPED_STEP, Activity, LastStep, Verdict
+from zero_optim.comm.records import NO_STEP, OVERLAPPED_STEP, LastStep, Verdict
+from zero_optim.comm.work_log import WorkLog
 from zero_optim.comm.works import Work
 from zero_optim.health.peers import Presence
 from zero_optim.health.tree import to_runs
@@ -19,48 +20,39 @@ _GOES_ON = 5.0  # seconds in which a rank that has caught what its step raised m
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a process says of itself; as JSON, tuples are lists.
+    """What a process says of itself; as JSON, tuples are lists."""
 
-    ``waits``: longest first. ``stuck``: seconds of the longest for the ranks that ask. ``open``: names and
-    counts of its calls, outermost first. ``last``: begin or end, ``ago`` seconds. ``verdict``: message and
-    runs of missing ranks. ``step``: for those ranks.
-    """
-
-    waits: Sequence[str]
-    open: Sequence[tuple[str, int]]
+    waits: Sequence[str]  # longest first
+    open: Sequence[tuple[str, int]]  # names and counts of its calls, outermost first
     counts: Mapping[str, int]
-    last: str = ""
-    verdict: tuple[str, Sequence[Any]] | None = None
-    stuck: float = 0.0
-    ago: float = 0.0
-    step: LastStep = NO_STEP
+    last: str = ""  # begin or end of a call
+    verdict: Sequence[Any] | None = None  # see `verdict_to_json`
+    stuck: float = 0.0  # seconds of the longest wait for the ranks that ask
+    ago: float = 0.0  # seconds since `last`
+    step: LastStep = NO_STEP  # for the ranks that ask
 
     @classmethod
-    def of(
-        cls,
-        ranks: tuple[int, ...],
-        waits: Iterable[Work],
-        activity: Activity,
-        verdict: Verdict | None,
-        step: LastStep = NO_STEP,
-    ) -> "Status":
+    def of(cls, ranks: tuple[int, ...], waits: Iterable[Work], log: WorkLog) -> "Status":
         """Build it from what this process does, for a group of global ``ranks`` that asks."""
-        now = time.monotonic()
+        now, activity = time.monotonic(), log.activity
         listed = sorted(waits, key=lambda work: work.waiting_since or now)
+        stuck = [now - (work.waiting_since or now) for work in listed if work.group.whole == ranks]
         last = activity.last
         return cls(
             tuple(work.text for work in listed),
             tuple((mark.name, mark.count) for mark in list(activity.open.values())),
             dict(activity.counts),
             "" if last is None else f"{last.name} {last.count} {'ended' if last.is_over else 'began'}",
-            None if verdict is None else (verdict.message, to_runs(verdict.missing)),
-            max(
-                (now - (work.waiting_since or now) for work in listed if work.group.whole == ranks),
-                default=0.0,
-            ),
+            verdict_to_json(log.verdicts.get(ranks)),
+            max(stuck, default=0.0),
             0.0 if last is None else now - last.time,
-            step,
+            log.steps.get(ranks, NO_STEP),
         )
+
+
+def verdict_to_json(verdict: Verdict | None) -> Sequence[Any] | None:
+    """Return message and runs of missing ranks."""
+    return None if verdict is None else (verdict.message, to_runs(verdict.missing))
 
 
 Reports = Mapping[int, Status | Presence]  # by group rank
@@ -102,11 +94,7 @@ def are_parted(mine: Status, theirs: Status) -> bool:
 
 
 def judge(reports: Reports, own: int, seconds: float | None, broken: str = "") -> Verdict:
-    """Describe missing ranks and the others' waits.
-
-    ``seconds``: of the own wait, None if it failed early. ``broken``: its error, if no rank is known to
-    have caused it.
-    """
+    """Describe missing ranks and waits. ``seconds``: None if it failed early, as ``broken`` by no rank."""
     mine = reports[own]
     assert isinstance(mine, Status)  # it can always be asked
     call = mine.open[0] if mine.open else None
@@ -131,9 +119,8 @@ def judge(reports: Reports, own: int, seconds: float | None, broken: str = "") -
     for work, ranks in waiting.items():
         texts.append(f"{ranks_text(ranks)} wait{'s' * (len(ranks) == 1)} in {work}")
     if not ended and (len(waiting) > 1 or not missing):
-        texts += differences(
-            {rank: what.counts for rank, what in reports.items() if isinstance(what, Status)}
-        )
+        counts = {rank: what.counts for rank, what in reports.items() if isinstance(what, Status)}
+        texts += differences(counts)
     why = "stalled" if seconds is None else f"stalled for {seconds:.3g} s"
     text = f"{why}: {'; '.join(texts)}"
     if len(text) > _LONGEST - len(_ADVICE):

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from zero_optim.compat.autograd import address_of_store, default_store
+from zero_optim.compat.autograd import default_store
 from zero_optim.health.peers import (
     ANSWER_LIMIT,
     LONGEST_SEARCH,
@@ -21,10 +21,9 @@ from zero_optim.health.peers import (
     Presence,
     ask,
     has_second_line,
-    host_towards,
     in_threads,
 )
-from zero_optim.health.tree import FAN, Message, Range, cut, from_groups
+from zero_optim.health.tree import FAN, Message, Range, cut, from_groups, to_runs
 
 _LEFT = "left"  # in the store, in the place of an address
 _WITH_A_PAST = (
@@ -54,11 +53,6 @@ class Directory:
         except RuntimeError:
             return False
 
-    @staticmethod
-    def own_host() -> str:
-        """Return this machine's address for other ranks."""
-        return host_towards(*address_of_store(default_store()))
-
     def publish(self, address: Address, *, is_first: bool) -> None:
         """Write this rank's address to the store; ``is_first``: this process has written none."""
         store, key = default_store(), _key(self.rank)
@@ -87,10 +81,7 @@ class Directory:
     def ask_all(
         self, ranks: Sequence[int], question: Message, stop: int | None = None
     ) -> dict[int, Message | Presence]:
-        """Ask all other ranks, or those from here up to the place ``stop``; returns answers by places.
-
-        See Note [Asked in a tree] in `health.tree`.
-        """
+        """Ask all other ranks, or those from here up to the place ``stop``, in a tree; answers by places."""
         me = ranks.index(self.rank)
         others = len(ranks) - 1
         ranges = cut(me + 1, stop) if stop else cut(0, me, others) + cut(me + 1, len(ranks), others)
@@ -127,8 +118,9 @@ class Directory:
         question: Message,
         stops: dict[int, int] | None = None,
     ) -> dict[int, Message | Presence]:
-        """Ask some ranks, `FAN` at a time; those with ``stops`` answer for a range."""
-        questions = {place: dict(question) for place in places}
+        """Ask some ranks of a group, `FAN` at a time; those with ``stops`` answer for a range."""
+        of_group = question if "ranks" in question else {"ranks": to_runs(ranks), **question}
+        questions = {place: dict(of_group) for place in places}
         for place, stop in (stops or {}).items():
             questions[place]["stop"] = stop
         calls = {place: partial(self._ask_surely, ranks[place], each) for place, each in questions.items()}

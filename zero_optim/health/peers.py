@@ -118,10 +118,7 @@ class Listener:
         return True
 
     def _answer(self, connection: socket.socket, answer: Answer) -> None:
-        with (
-            ExitStack() as stack,
-            suppress(Exception),
-        ):  # whatever strangers send, it must not end the watchdog
+        with ExitStack() as stack, suppress(Exception):  # what strangers send must not end the watchdog
             stack.enter_context(connection)
             question = _message(self._asking.pop(connection))
             if secrets.compare_digest(str(question.pop("token", "")), self.address.token):
@@ -153,10 +150,7 @@ def _send(connection: socket.socket, lines: Iterator[Message]) -> None:
 
 
 def ask(address: Address, question: Message, patience: float = ANSWER_LIMIT) -> Message | Presence:
-    """Ask another process, which has ``patience`` seconds to answer; takes at most `ANSWER_LIMIT` more.
-
-    A second line has `LONGEST_SEARCH` more, and is added to the first if it comes.
-    """
+    """Ask another process, which has ``patience`` seconds to answer, and `LONGEST_SEARCH` for more."""
     is_loopback = address.host in ("127.0.0.1", "::1")
     if is_loopback and address.node != socket.gethostname():
         return Presence.UNKNOWN

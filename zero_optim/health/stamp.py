@@ -19,17 +19,13 @@ _FORM = struct.Struct(f"<H?xI{DIGEST_NBYTES}s")  # before the text
 
 
 class Stamp(NamedTuple):
-    """What one rank tells of its last call.
+    """What one rank tells of its last call."""
 
-    ``mark``: see `unit_stamps`. ``number``: of calls. ``digest``: of the options. ``text``: the call's name;
-    if it ``has_failed`` the exception's class, perhaps its message.
-    """
-
-    mark: int
+    mark: int  # see `unit_stamps`
     has_failed: bool = False
-    number: int = 0
-    digest: bytes = b""
-    text: bytes = b""
+    number: int = 0  # of calls
+    digest: bytes = b""  # of the options
+    text: bytes = b""  # the call's name; if it failed the exception's class, perhaps its message
 
     @property
     def name(self) -> str:
@@ -96,10 +92,7 @@ class Header(NamedTuple):
 def find_error(
     stamps: Mapping[int, Stamp], numbers: Sequence[int], call: str
 ) -> RankMismatchError | RemoteRankError | None:
-    """Compare all ranks' stamps of a call, "" of their last calls; return the error, failures first.
-
-    It names cause and ranks. None of last calls if every rank has failed: it has raised its own.
-    """
+    """Return the error of a call, "" for last calls, of which every rank may have raised its own."""
     named = {numbers[rank]: stamp for rank, stamp in sorted(stamps.items())}
     failed = [f"rank {rank} failed with {stamp.name}" for rank, stamp in named.items() if stamp.has_failed]
     if failed:

@@ -3,24 +3,23 @@
 All ranks read the stamps of all ranks and conclude the same, so they may communicate about it.
 
 Note [One header a step]
-    The ranks gather their stamps once a step, in a *header*. It goes with the first gather of new rows, as by
-    then the rank has stepped all that it owns. A step during the backward pass gathers rows before later
-    ones are stepped, so there the header goes when the pass ends, and again with what ``step()`` steps.
+    The ranks gather their stamps once a step, in a *header*, with the first gather of new rows: by then the
+    rank has stepped all that it owns. A step during the backward pass gathers rows before later ones are
+    stepped, so there the header goes when the pass ends, and again with what ``step()`` steps.
 
 Note [When stamps are read]
-    On the CPU when the step has waited for its gathers; if one failed, the ranks exchange its message and
-    raise. Otherwise after the next step's gathers: an accelerator would make the CPU wait, and gathers that
-    modules wait for end at different times.
+    On the CPU when the step has waited for its gathers; otherwise after the next step's: an accelerator would
+    make the CPU wait, and gathers that modules wait for end at different times.
 
 Note [What may differ]
     If digests differ, ranks exchange all options. A difference is an error unless a class wrote the option in
-    a step on some rank, or every rank has the class's default: some classes count in their groups. Such an
-    option leaves the digest. Sampled gradients may differ where a rank has none, or by rounding.
+    a step on some rank, or every rank has the class's default: some classes count in their groups. Sampled
+    gradients may differ where a rank has none, or by rounding.
 
 Note [What a count cannot tell]
-    Ranks whose gathers meet have counted alike. The watchdog or the next forward pass (Note [Stamps of units]
-    in `unit_stamps`) shows a step left out. If a ``GradScaler`` skips one on some ranks alone, as it may if
-    nobody reduces gradients, rows of two iterations meet, and the sampled gradients differ.
+    Ranks whose gathers meet have counted alike. The watchdog or the next forward pass shows a step left out.
+    If a ``GradScaler`` skips one on some ranks alone, rows of two iterations meet, and the sampled gradients
+    differ.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -178,10 +177,7 @@ class Stamps:
                 raise error
 
     def compare(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
-        """Compare the calls since the last comparison; all ranks call, and raise but where ``call`` failed.
-
-        Communicates only to raise. ``with_last``: the last call too, which all ranks are still in.
-        """
+        """Compare calls, ``with_last`` the one that all are in; all call, and raise but where that failed."""
         while len(self._unread) > (not with_last):
             step = self._unread.pop(0)
             if step.read_uniform(group.read):  # as nearly always

@@ -7,13 +7,11 @@ Note [Stamps of units]
     gradients nobody. Those of backward passes tell nothing: reductions would be left half done.
 
 Note [Marks of units]
-    Ranks gather units in the order of their module calls. If data decide a route, gathers of two units may
-    meet, and each rank would compute with rows of both. So each stamp has a mark, of bucket and purpose, and
-    a rank that reads another mark raises, then and in every later gather. A digest of all marks, once a pass,
-    would not do: ranks that gather other numbers of units wait for each other before. But gloo ends the
-    process if rows that meet differ in length. So there the header goes in front of the rows, whose tag is
-    the mark: in one message through memory; through sockets in one of its own, as a receive must be told the
-    length before. That took 60 to 90 us a gather of two ranks.
+    If data decide a route, gathers of two units may meet, and each rank would compute with rows of both. So
+    each stamp has a mark, of bucket and purpose, and a rank that reads another mark raises, then and in every
+    later gather. gloo ends the process if rows that meet differ in length. So there the header goes in front
+    of the rows, whose tag is the mark: in one message through memory; through sockets in one of its own, as a
+    receive must be told the length before. That took 60 to 90 us a gather of two ranks.
 """
 
 from collections import deque
@@ -71,11 +69,7 @@ class UnitStamps:
         self._difference = ""
 
     def begin(self, first: Tensor, purpose: Purpose, *, tells: bool) -> tuple[int, Header]:
-        """Return a gather's mark, by the bucket's first parameter, and its header.
-
-        ``tells``: it is of a pass whose first gather has the calls. RankMismatchError if ranks have gathered
-        different units before.
-        """
+        """Return a gather's mark and header; ``tells``: it is of a pass whose first gather has the calls."""
         if self._difference:
             raise RankMismatchError(self._difference)
         mark = 1 + self._numbers[first] * len(_PURPOSES) + _PURPOSES.index(purpose)

@@ -2,16 +2,14 @@
 
 Note [Giving up together]
     A rank whose wait is too long, or fails early as gloo saw a closed connection, complains to the lowest
-    rank that answers, by way of those above it in the tree of the group or of its mesh: each of them passes
-    one complaint up, and others wait for what becomes of it. The lowest rank asks all what they do, and sends
-    them one verdict, both in a tree (Note [Asked in a tree] in `health.tree`). Each rank passes it on and
-    breaks its connections: waits raise, and no work begins.
+    rank that answers, by way of those above it in the tree: each of them passes one complaint up, and others
+    wait for what becomes of it. The lowest rank asks all what they do, and sends them one verdict, both in a
+    tree (Note [Asked in a tree] in `health.tree`). Each rank passes it on and breaks its connections: waits
+    raise, and no work begins.
 
     A rank whose step raised where no gather tells the others, and one that waits after a step with a closure,
-    ask a rank beside them: it may wait for the former in vain, or have stepped without a closure.
-
-    Ranks that wait for each other, each for another thing, do not wait for the group's timeout: they give up
-    after `_LONG`, unless the caller gave a ``timeout``.
+    ask a rank beside them. Ranks that wait for each other, each for another thing, give up after `_LONG`,
+    unless the caller gave a ``timeout``.
 """
 
 import logging
@@ -25,7 +23,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from zero_optim.comm.backends import late_or_closed
-from zero_optim.comm.records import NO_STEP, LastStep, Verdict
+from zero_optim.comm.records import LastStep, Verdict
 from zero_optim.comm.traffic import Phase
 from zero_optim.comm.work_log import GroupWorks, WorkLog
 from zero_optim.comm.works import Work
@@ -36,6 +34,7 @@ from zero_optim.health.diagnosis import (
     are_parted,
     ended_ranks,
     judge,
+    verdict_to_json,
     wait_for_each_other,
     without_absent,
 )
@@ -58,30 +57,17 @@ logger = logging.getLogger("zero_optim")
 
 
 class Complaint(NamedTuple):
-    """Why a rank complains of a wait. As JSON, a list.
+    """Why a rank complains of a wait. As JSON, a list."""
 
-    ``kind``: "slow", and all may be well; "odd", and it ends if all ranks wait for each other; "late", and it
-    ends; "broken", and it ends if ranks have. ``place``: of the rank. ``part``: of a mesh, runs of the ranks
-    that it waits for. ``seconds``: None if it failed early. ``timeout``: its limit.
-    """
-
+    # "slow", and all may be well; "odd", and it ends if all ranks wait for each other; "late", and it ends;
+    # "broken", and it ends if ranks have.
     kind: str
-    place: int
+    place: int  # of the rank
     status: Message
-    part: Sequence[Any]
-    seconds: float | None
-    timeout: float
+    part: Sequence[Any]  # of a mesh, runs of the ranks that it waits for
+    seconds: float | None  # None if it failed early
+    timeout: float  # its limit
     error: str
-
-    @property
-    def is_late(self) -> bool:
-        """Return whether the backend's own timeout has passed."""
-        return late_or_closed(RuntimeError(self.error))[0]
-
-    @property
-    def is_closed(self) -> bool:
-        """Return whether a connection was closed."""
-        return late_or_closed(RuntimeError(self.error))[1]
 
 
 class Verdicts:
@@ -125,8 +111,7 @@ class Verdicts:
         try:
             ranks = works.whole
             before = ranks.index(works.ranks[works.ranks.index(self._directory.rank) - 1])
-            question = {"ranks": to_runs(ranks)}
-            report = _reports(self._directory.ask_places(ranks, [before], question))[before]
+            report = _reports(self._directory.ask_places(ranks, [before], {}))[before]
             mine = self._status(ranks)
             if works.verdict is None and isinstance(report, Status) and are_parted(mine, report):
                 self._complain(ranks, self._complaint("late", Work(works, Phase()), None))
@@ -143,21 +128,18 @@ class Verdicts:
         """Yield this process's status, then what it was asked to find out; carry out a verdict, if any."""
         ranks, verdict = from_runs(question["ranks"]), None
         if "verdict" in question and ranks not in self.log.verdicts:
-            message, missing = question["verdict"]
-            verdict = self.log.give_up(ranks, Verdict(str(message), from_runs(missing)))
+            verdict = self.log.give_up(ranks, _from_json(question["verdict"]))
             self._telling.add(ranks)
         yield asdict(self._status(ranks))
         if "looks" in question:
             self._note_look(ranks, question["looks"])
         if "complaint" in question:
             self._complain(ranks, Complaint(*question["complaint"]))
-            yield {"settled": _as_json(self.log.verdicts.get(ranks))}
+            yield {"settled": verdict_to_json(self.log.verdicts.get(ranks))}
         elif (stop := question.pop("stop", None)) is not None:
             answers = self._directory.ask_all(ranks, question, int(stop))
-            names = {
-                place: each.name if isinstance(each, Presence) else each for place, each in answers.items()
-            }
-            yield {"answers": to_groups(names)}
+            named = {at: each.name if isinstance(each, Presence) else each for at, each in answers.items()}
+            yield {"answers": to_groups(named)}
         if verdict is not None:
             _beside(lambda: self._act(ranks, verdict))
 
@@ -174,9 +156,7 @@ class Verdicts:
                 work.is_warned |= seconds >= _NEARLY * _long(work)
 
     def _status(self, ranks: tuple[int, ...], work: Work | None = None) -> Status:
-        waits = self._waits(ranks) | ({work} if work is not None else set())
-        step = self.log.steps.get(ranks, NO_STEP)
-        return Status.of(ranks, waits, self.log.activity, self.log.verdicts.get(ranks), step)
+        return Status.of(ranks, self._waits(ranks) | ({work} if work is not None else set()), self.log)
 
     def _complaint(self, kind: str, work: Work, seconds: float | None, error: str = "") -> Complaint:
         works = work.group
@@ -207,41 +187,39 @@ class Verdicts:
         """Yield the places to complain to: those above in the tree, then the lowest that answers."""
         yield from above(me, len(ranks))
         for start in range(0, min(me, _LOWER), FAN):
-            answers = self._directory.ask_places(
-                ranks, range(start, min(start + FAN, me)), {"ranks": to_runs(ranks)}
-            )
+            places = range(start, min(start + FAN, me))
+            answers = self._directory.ask_places(ranks, places, {})
             yield from (place for place, answer in answers.items() if not isinstance(answer, Presence))
 
     def _pass_up(self, ranks: tuple[int, ...], place: int, complaint: Complaint) -> bool:
         """Return whether a rank has found out more; then this one has its verdict, if any."""
         if ranks in self.log.verdicts:
             return True
-        question = {"ranks": to_runs(ranks), "complaint": complaint}
-        answer = self._directory.ask_places(ranks, [place], question)[place]
+        answer = self._directory.ask_places(ranks, [place], {"complaint": complaint})[place]
         if isinstance(answer, Presence) or "settled" not in answer:
             return False
         if answer["settled"] is not None and ranks not in self.log.verdicts:  # else it has been told
-            message, missing = answer["settled"]
-            self._act(ranks, self.log.give_up(ranks, Verdict(message, from_runs(missing))))
+            self._act(ranks, self.log.give_up(ranks, _from_json(answer["settled"])))
         return True
 
     def _look_into(self, ranks: tuple[int, ...], me: int, complaint: Complaint) -> None:
         """Ask all ranks, and give up if it is due; or complain to a lower rank, if one answers now."""
         began = time.monotonic()
         while ranks not in self.log.verdicts and self._directory.is_current():
-            question = {"ranks": to_runs(ranks), "looks": complaint.kind}
-            reports = _reports(self._directory.ask_all(ranks, question))
+            reports = _reports(self._directory.ask_all(ranks, {"looks": complaint.kind}))
             lowest = min((place for place, what in reports.items() if isinstance(what, Status)), default=me)
             if lowest < me and self._pass_up(ranks, lowest, complaint):
                 return
             reports |= {me: self._status(ranks), **_reports({complaint.place: complaint.status})}
-            found = _verdict_in(reports) or _verdict_of(ranks, reports, complaint, time.monotonic() - began)
+            known = (what.verdict for what in reports.values() if isinstance(what, Status) and what.verdict)
+            found = next(map(_from_json, known), None)
+            found = found or _verdict_of(ranks, reports, complaint, time.monotonic() - began)
             if found is not None:
                 self._give_up(ranks, found)
             elif complaint.kind != "broken":
                 reason = _judge(ranks, reports, complaint).message.partition(". ")[0]
                 logger.warning("%s. All ranks give up after %g s", reason, complaint.timeout)
-            elif complaint.is_closed:
+            elif _late_or_closed(complaint)[1]:
                 # The process that closed the connection may be about to end. On a busy host that takes long,
                 # and its port takes questions that nobody answers.
                 time.sleep(0.05)
@@ -252,7 +230,7 @@ class Verdicts:
         """Tell all ranks before this one gives up, and perhaps ends; silent ones find it when they go on."""
         self._telling.add(ranks)
         verdict = self.log.give_up(ranks, verdict)
-        self._directory.ask_all(ranks, {"ranks": to_runs(ranks), "verdict": _as_json(verdict)})
+        self._directory.ask_all(ranks, {"verdict": verdict_to_json(verdict)})
         self._act(ranks, verdict)
 
     def _act(self, ranks: tuple[int, ...], verdict: Verdict) -> None:
@@ -296,19 +274,19 @@ def _verdict_of(
     ranks: tuple[int, ...], reports: Reports, complaint: Complaint, seconds: float
 ) -> Verdict | None:
     """Return the verdict if one is due, ``seconds`` after the rank complained."""
-    if complaint.kind == "late" or (
-        complaint.kind == "odd" and wait_for_each_other(reports, _NEARLY * _LONG)
-    ):
+    kind = complaint.kind
+    if kind == "late" or (kind == "odd" and wait_for_each_other(reports, _NEARLY * _LONG)):
         return _judge(ranks, reports, complaint)
     if complaint.kind != "broken":
         return None
+    is_late, is_closed = _late_or_closed(complaint)
     mute = {what for what in reports.values() if what in _MUTE}
     takes_long = mute or GAVE_UP in complaint.error  # by a rank that has the reason, and tells
-    is_broken = complaint.is_closed and seconds > (_LONGEST_END if takes_long else ANSWER_LIMIT)
+    is_broken = is_closed and seconds > (_LONGEST_END if takes_long else ANSWER_LIMIT)
     if is_broken:
         reports = without_absent(reports)
-    is_known = complaint.is_late or ended_ranks(reports) or not mute.issubset({Presence.UNKNOWN})
-    if not (complaint.is_late or ended_ranks(reports) or is_broken):
+    is_known = is_late or ended_ranks(reports) or not mute.issubset({Presence.UNKNOWN})
+    if not (is_late or ended_ranks(reports) or is_broken):
         return None
     return _judge(ranks, reports, complaint, "" if is_known else complaint.error.partition(". ")[0])
 
@@ -331,13 +309,12 @@ def _reports(answers: Mapping[int, Message | Presence]) -> dict[int, Status | Pr
     }
 
 
-def _as_json(verdict: Verdict | None) -> list[Any] | None:
-    return None if verdict is None else [verdict.message, to_runs(verdict.missing)]
+def _late_or_closed(complaint: Complaint) -> tuple[bool, bool]:
+    return late_or_closed(RuntimeError(complaint.error))
 
 
-def _verdict_in(reports: Reports) -> Verdict | None:
-    verdicts = (what.verdict for what in reports.values() if isinstance(what, Status))
-    return next((Verdict(each[0], from_runs(each[1])) for each in verdicts if each is not None), None)
+def _from_json(said: Sequence[Any]) -> Verdict:
+    return Verdict(str(said[0]), from_runs(said[1]))
 
 
 def _beside(work: Callable[[], object]) -> threading.Thread | None:

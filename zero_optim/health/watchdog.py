@@ -4,9 +4,8 @@ It lives as long as an optimizer or DDP of several ranks. See Note [Waits that e
 
 Note [Watching NCCL]
     With NCCL the CPU does not wait, and a stream cannot raise. So the watchdog queries one work of each
-    group. It is late before the group's timeout, at which PyTorch ends the process. If it is late, or ranks
-    have ended, each rank logs the verdict, aborts its communicators, and raises from the next work and in
-    `RankGroup.read`; elsewhere a CPU that waits for the device goes on.
+    group. If it is late, or ranks have ended, each rank logs the verdict, aborts its communicators, and
+    raises from the next work and in `RankGroup.read`.
 
 Note [Time asleep]
     A process may stand still for hours (SIGSTOP, a paused virtual machine), and all waits look long. If the
@@ -29,9 +28,10 @@ import torch.distributed as dist
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.work_log import GroupWorks, WorkLog, explain_nothing, log_of
 from zero_optim.comm.works import Work
+from zero_optim.compat.autograd import address_of_store, default_store
 from zero_optim.compat.streams import asking
 from zero_optim.health.directory import Directory
-from zero_optim.health.peers import ANSWER_LIMIT, Listener
+from zero_optim.health.peers import ANSWER_LIMIT, Listener, host_towards
 from zero_optim.health.verdicts import Verdicts
 
 PUNCTUAL = 1.0  # seconds by which a look may be late and still counts in full
@@ -134,7 +134,7 @@ class Watchdog:
         self._awake = AwakeTime()
         self._lock = threading.RLock()  # a signal handler may build and save too
         self._is_over = False
-        self._listener = Listener(self.directory.own_host())
+        self._listener = Listener(host_towards(*address_of_store(default_store())))
         self._thread = threading.Thread(target=self._run, name="zero_optim watchdog", daemon=True)
 
     def start(self, *, is_first: bool) -> None:

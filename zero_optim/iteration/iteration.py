@@ -52,29 +52,24 @@ class Iteration:
             return loss
         scaler = kwargs.pop("grad_scaler", None)
         try:
-            is_ready = self._ready_gradients(
-                optimizer, scaler, failure, has_gradients=shared is None, in_join=in_join
-            )
+            is_ready = self._ready_gradients(optimizer, scaler, failure, has_gradients=shared is None)
         except BaseException as error:
             core.engine.report_to_replicas(error)
             raise
         if not is_ready:
             return loss
-        result = self._step_rows(in_join, shared, **kwargs)
+        result = self._step_rows(shared, **kwargs)
         return loss if result is None else result
 
-    def _step_rows(
-        self, in_join: bool, shared: SharedCall | None = None, /, **kwargs: object
-    ) -> float | None:
-        core = self._core
+    def _step_rows(self, shared: SharedCall | None = None, /, **kwargs: object) -> float | None:
+        core, in_join = self._core, self.joins.under_way
         core.ranks.phase.traffic.count_step()
         if shared is None and not in_join:
             core.sample_gradients()
         work = partial(core.owned.step, core.groups, shared, None, **kwargs)
         some = partial(core.owned.step, core.groups, None, **kwargs) if core.inputs.held else None
         result = self._change("step()", work, None if shared is None else shared.finish, some)
-        if in_join:
-            self.joins.end_step()
+        self.joins.end_step()
         return result
 
     def _change(
@@ -112,19 +107,10 @@ class Iteration:
             return None, None, error
 
     def _ready_gradients(
-        self,
-        optimizer: Optimizer,
-        scaler: object,
-        failure: Exception | None,
-        *,
-        has_gradients: bool,
-        in_join: bool,
+        self, optimizer: Optimizer, scaler: object, failure: Exception | None, *, has_gradients: bool
     ) -> bool:
-        """Check gradients, unscale them and lend them to joined ranks; all ranks call.
-
-        Returns False if a scaler found an infinity on any rank: then no rank steps.
-        """
-        core, scaling = self._core, None
+        """Check, unscale and lend gradients; all ranks call. False if a scaler found an infinity on any."""
+        core, scaling, in_join = self._core, None, self.joins.under_way
         if failure is None:
             try:
                 if has_gradients:  # else the class evaluates the closure, and they are checked then
@@ -251,17 +237,17 @@ class Iteration:
                 )
             core.check_gradients()
         except (RuntimeError, ValueError) as failure:
-            self.joins.announce(steps=False)
-            self.joins.refuse(failure)
+            if self.joins.announce(steps=False):
+                exchange(core.group, Status.NOTHING, failure=failure)
             raise
         with core.group.doing("clip_grad_norm_()"):
-            if self.joins.under_way:
-                self.joins.announce(steps=False)
+            if self.joins.announce(steps=False):
                 group = core.group.during("clip")
                 self.joins.lend(group, exchange(group, Status.CLIPS), arguments.to_send())
-            params, pieces, _ = self.joins.lendable()
-            if core.inputs.held:
-                pieces = [core.holders.get(param, own) for param, own in zip(params, pieces, strict=True)]
+            params, pieces = core.params, core.piece_list()
+            if held := core.inputs.held:  # in chunks of the dimension that is cut
+                pairs = zip(params, pieces, strict=True)
+                pieces = [held[param].pieces if param in held else own for param, own in pairs]
             return clip_together(core.group, params, self._slots_of(pieces), arguments)
 
     def _slots_of(self, pieces: Sequence[Pieces]) -> NormSlots:
@@ -290,10 +276,10 @@ class Iteration:
                 statuses = exchange(group, Status.JOINED)
             while ranks_that(statuses, Status.CLIPS):
                 arguments = self.joins.lend(group.during("clip"), statuses)
-                params, pieces, _ = self.joins.lendable()
-                clip_together(group, params, self._slots_of(pieces), ClipArguments.received(arguments))
+                slots = self._slots_of(self._core.piece_list())
+                clip_together(group, self._core.params, slots, ClipArguments.received(arguments))
                 statuses = exchange(group, Status.JOINED)
             if ranks_that(statuses, Status.INFINITE):
                 return
             self.joins.lend(group, statuses)
-            self._step_rows(True)
+            self._step_rows()

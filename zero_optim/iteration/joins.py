@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.plan.groups import ParamGroup
-from zero_optim.plan.pieces import Pieces
 from zero_optim.state.core import Core
 from zero_optim.step.join import Status, exchange, lend_gradients
 
@@ -41,7 +39,7 @@ class ShadowHook(JoinHook):
 def refuse_no_sync(params: Collection[Tensor]) -> None:
     """Raise RuntimeError if an optimizer with any of the parameters is inside a ``Join``."""
     for joins in list(_JOINS):
-        if joins.under_way and any(param in params for param in joins.params):
+        if joins.under_way and any(param in params for param in joins._core.params):
             raise RuntimeError(
                 "inside Join with a sharded optimizer a forward pass cannot be under no_sync(): ranks that "
                 "ran out of inputs step once for each forward pass of the others. Leave no_sync() out, or "
@@ -61,11 +59,6 @@ class Joins(Joinable):
     def release(self) -> None:
         """Begin anew: PyTorch leaves the configuration as the last Join set it."""
         Joins.__init__(self, self._core)
-
-    @property
-    def params(self) -> Sequence[Tensor]:
-        """The optimizer's parameters."""
-        return self._core.params
 
     @property
     def under_way(self) -> bool:
@@ -88,10 +81,7 @@ class Joins(Joinable):
         return self._core.group.process_group
 
     def announce(self, *, steps: bool) -> bool:
-        """Report to ``Join``, once an iteration, that this rank has inputs; return whether one is active.
-
-        ``steps``: the iteration ends.
-        """
+        """Report to ``Join``, once an iteration, which ends if it ``steps``; return whether one is active."""
         if not self._is_announced:
             Join.notify_join_context(self)
         in_join = self.under_way
@@ -103,18 +93,6 @@ class Joins(Joinable):
         if self.under_way:
             self._core.engine.under_way.wait()
 
-    def refuse(self, failure: Exception) -> None:
-        """Raise inside ``Join`` on every rank; all active ranks call."""
-        if self.under_way:
-            exchange(self._core.group, Status.NOTHING, failure=failure)
-
-    def lendable(
-        self, params: Sequence[Tensor] | None = None
-    ) -> tuple[Sequence[Tensor], list[Pieces], list[ParamGroup]]:
-        """Return `step.join`'s arguments to lend gradients of some parameters, by default all."""
-        chosen = self._core.params if params is None else params
-        return chosen, [self._core.sharding.pieces[param] for param in chosen], self._core.groups
-
     def lend(
         self,
         group: RankGroup,
@@ -125,7 +103,9 @@ class Joins(Joinable):
         """Lend joined ranks gradients of some parameters, by default all; all ranks call."""
         if not any(Status.JOINED in each for each in statuses):
             return None
-        return lend_gradients(group, statuses, *self.lendable(params), beside)
+        core, chosen = self._core, self._core.params if params is None else params
+        pieces = [core.sharding.pieces[param] for param in chosen]
+        return lend_gradients(group, statuses, chosen, pieces, core.groups, beside)
 
     def exchange_and_lend(
         self, group: RankGroup, params: Sequence[Tensor], *, joined: bool, failure: Exception | None = None

@@ -6,22 +6,25 @@ thread of the backward pass, in the next bucket's hook: Note [A thread or none] 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
 
-from zero_optim.comm.collectives import RELEASED
 from zero_optim.comm.lanes import Lease, lanes_beside, may_run_beside
+from zero_optim.comm.records import OVERLAPPED_STEP
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.errors import RankMismatchError, RemoteRankError
 from zero_optim.flow.flow import Flow, Worker
+from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import Moment
 from zero_optim.iteration.joins import Joins
-from zero_optim.iteration.tasks import PartTask, finally_call
 from zero_optim.plan.groups import ParamGroup, params_of
-from zero_optim.shard.gathers import start_header
+from zero_optim.shard.bucket import Bucket
+from zero_optim.shard.gathers import start_gather, start_header
+from zero_optim.shard.task import Task
 from zero_optim.state.core import Core
 
 
@@ -99,7 +102,7 @@ class Overlap:
         self._joins = joins
         self._trained: list[frozenset[Tensor]] = []
         self._loop_calls_step = False
-        self._ungathered: dict[Tensor, None] = {}  # parameters that were stepped
+        self.ungathered: dict[Tensor, None] = {}  # parameters that were stepped; perhaps at an earlier moment
 
     def new_lanes(self) -> Lease:
         """Take process groups for a thread, or ``group`` without one. All ranks call."""
@@ -122,11 +125,6 @@ class Overlap:
         if current is None:
             return is_left
         return is_left or current.has_failed or current.in_backward or bool(current.rest(self.core.groups))
-
-    def check_attached(self) -> None:
-        """Raise RuntimeError if the process groups were released."""
-        if self.group.is_released:
-            raise RuntimeError(RELEASED)
 
     # ------------------------------------------------------------------ during the backward pass
 
@@ -192,8 +190,7 @@ class Overlap:
         engine, ends = self.core.engine, moment is not Moment.BUCKET_REDUCED
         if self.current is not None:
             self.current.stepped.update(dict.fromkeys(gradients))
-        lanes = self.lanes.groups
-        task = PartTask(self.core, lanes, gradients, self._ungathered, failure, checks=ends)
+        task = PartTask(self, gradients, failure, checks=ends)
         engine.on(moment, engine.buckets if ends else engine.buckets_of(gradients), task)
 
     def send_header(self) -> None:
@@ -261,3 +258,62 @@ class Overlap:
             self._joins.exchange_and_lend(core.group, rest, joined=joined, failure=failure)
         gradients = {param: None if failure is not None else param.grad for param in rest}
         self.step(gradients, failure, Moment.STEP)
+
+
+class PartTask(Task):
+    """A part of an overlapped step: some parameters, and the buckets that were stepped and not gathered."""
+
+    def __init__(
+        self,
+        overlap: "Overlap",
+        gradients: Mapping[Tensor, Tensor | None],  # None leaves a parameter alone
+        failure: BaseException | None,  # of this rank so far
+        *,
+        checks: bool,  # all is here at the end
+    ) -> None:
+        self._overlap, self._core, self._gradients = overlap, overlap.core, gradients
+        self._changed: frozenset[Tensor] = frozenset()
+        self._checks = self.tells = checks
+        self.failure = failure
+
+    def step(self, buckets: Sequence[Bucket]) -> None:
+        """Step the parameters that have a gradient and rows here."""
+        core = self._core
+        try:
+            core.engine.under_way.wait_for(core.engine.buckets_of(self._gradients))
+            if self.failure is None:
+                with core.group.doing(OVERLAPPED_STEP):
+                    core.owned.step(core.groups, None, self._gradients)
+        except BaseException as error:  # noqa: BLE001 - raised after the gather, for which others wait
+            self.failure = self.failure or error
+        self._overlap.ungathered.update(dict.fromkeys(self._gradients))
+        if core.engine.stamps is not None and self.failure is not None:
+            core.engine.stamps.fail(self.failure)
+
+    def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+        """Choose the buckets that were stepped."""
+        self._changed = frozenset(self._overlap.ungathered)  # the pass still reads frozen ones
+        self._overlap.ungathered.clear()
+        stepped = self._core.engine.buckets_of(self._changed)
+        return [bucket for bucket in stepped if bucket in buckets]
+
+    def gather(self, bucket: Bucket) -> Pending[None]:
+        """Start the gather of a bucket, on lanes that nobody else uses."""
+        header = self.take_header(self._core.engine.header)
+        return start_gather(self._overlap.lanes.groups, bucket, header, changed=self._changed)
+
+    def end(self) -> None:
+        """Raise what failed on other ranks, where all has come."""
+        if self._checks and self.failure is None:
+            self._core.engine.raise_failures()
+
+
+@contextmanager
+def finally_call(end: Callable[[BaseException | None], object]) -> Iterator[None]:
+    """Call ``end`` with the body's error or None: the other ranks wait for it."""
+    try:
+        yield
+    except BaseException as error:
+        end(error)
+        raise
+    end(None)

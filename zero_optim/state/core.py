@@ -6,13 +6,11 @@ Note [Whole state]
     whole to some ranks, valid until the next step, load or added group.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
@@ -118,8 +116,7 @@ class Core:
         self.owned.average.check_out()
         self.snapshot.changed()
         self.refresh()
-        if self.sharding.cut_params:
-            self.check_cuts(self.groups)
+        self.check_cuts(self.groups)
         self.follow_state()
 
     def call(self, name: str, failure: BaseException | None = None) -> Call:
@@ -208,26 +205,6 @@ class Core:
                         "its own; or shard it, as the class that is given to ZeroRedundancyOptimizer"
                     )
 
-    def begins_state(self) -> bool:
-        """Whether all ranks are to step once so that there is state: Note [Steps that are none].
-
-        Else ``state_dict()`` raises where it would give an empty one, but not for DTensors.
-        """
-        is_new = self.snapshot.untouched and not self.owned.local.initial_state(self.groups)
-        if is_new and not self.inputs.held:
-            self.snapshot.drop(is_new=True)
-        return is_new and bool(self.inputs.held)
-
-    @contextmanager
-    def values_kept(self) -> Iterator[None]:
-        """Put the parameters' present values back after the body."""
-        rows = list(map(local_rows, self.params))
-        values = [each.clone() for each in rows]
-        yield
-        with torch.no_grad():
-            for each, value in zip(rows, values, strict=True):
-                each.copy_(value)
-
     def with_options(self, saved: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:
         """Combine the groups' own parameters and names with saved options."""
         return [
@@ -262,24 +239,12 @@ class Core:
             return []
         return [bucket for bucket in self.engine.buckets if isinstance(bucket, HeldBucket)]
 
-    @property
-    def holders(self) -> dict[Tensor, Pieces]:
-        """What each rank holds of DTensors, in chunks of the dimension that is cut."""
-        return {param: cut.pieces for param, cut in self.inputs.held.items()}
-
-    def bucket_members(self) -> list[list[Tensor]]:
-        """List the parameters of each bucket; equal on every rank."""
-        return [list(bucket.params) for bucket in self.engine.buckets]
-
     def own_params(self) -> list[Tensor]:
         """List the parameters of which this rank owns rows, in order."""
         return [param for param in self.params if self.sharding.piece_here(param) is not None]
 
     def own_state(self) -> dict[Any, Any]:
-        """Return this rank's state by parameter, and global entries.
-
-        ValueError if a parameter was removed, RuntimeError for entries of one that another rank owns.
-        """
+        """Return this rank's state by parameter, and global entries; raises for those of other owners."""
         self._check_state()
         # Reading opt.state[p] leaves an empty entry there, also for parameters of other owners.
         params = set(self.params)

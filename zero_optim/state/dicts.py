@@ -22,10 +22,7 @@ from zero_optim.step.leaves import MASTER
 
 
 def whole_state(core: Core) -> dict[Any, Any]:
-    """Return the whole state by parameter; NotConsolidatedError if this rank lacks it.
-
-    Communicates only with DTensors, see `held`: then all ranks call.
-    """
+    """Return the whole state by parameter, if it is here; with DTensors, see `held`, all ranks call."""
     params = core.params
     if core.inputs.held:
         return held.whole_state(core)

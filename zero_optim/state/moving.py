@@ -243,11 +243,9 @@ def move(
     copy_with: Callable[[Tensor], Tensor] | None = None,
     about: str = "optimizer state",
 ) -> StateShard:
-    """Bring state to the ranks that want it; all ranks call. Returns this rank's part, in new CPU memory.
+    """Bring state to the ranks that want it, in new CPU memory; all ranks call.
 
-    A sender needs memory for one more piece of 16 MiB. ``copy_with`` copies uncut state that stays. On every
-    rank TypeError if state cannot be sent without pickle, StateMismatchError if holders keep different
-    entries.
+    A sender needs memory for one more piece of 16 MiB. ``copy_with`` copies uncut state that stays.
     """
     group = group.during("state")
     joined = rows.joined_on(group.rank)

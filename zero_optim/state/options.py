@@ -62,13 +62,10 @@ class ShardingOptions:
             known = signature(spec.optimizer_class).parameters
         except (TypeError, ValueError):  # of C
             return
-        for name in spec.arguments:
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
+        for name in () if takes_any else spec.arguments:
             near = get_close_matches(name, [option.name for option in fields(self)], 1, 0.75)
-            if (
-                near
-                and name not in known
-                and all(each.kind is not each.VAR_KEYWORD for each in known.values())
-            ):
+            if near and name not in known:
                 raise TypeError(f"{spec.name} takes no argument '{name}': did you mean {near[0]}?")
 
     def check_rows(self) -> None:

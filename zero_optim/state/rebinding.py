@@ -5,10 +5,9 @@ Note [Detached]
     their state and the options. Ranks are known by number only; calls that communicate raise.
 
 Note [Rebinding is building anew]
-    `rebind` plans, agrees, builds, and loads this rank's state as from a checkpoint, with the bits of a saved
-    and loaded run. If a check raises, the optimizer is detached as before. The state of a rank that was never
-    stepped or loaded does not count. All others hold state of one age, and every row once: one with two
-    holders is of two runs.
+    `rebind` plans, agrees, builds, and loads this rank's state as from a checkpoint. If a check raises, the
+    optimizer is detached as before. The state of a rank that was never stepped or loaded does not count. All
+    others hold state of one age, and every row once.
 """
 
 from collections.abc import Mapping, Sequence

@@ -9,7 +9,8 @@ Note [Steps that are none]
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero_optim.dtensor.placement import local_rows
 from zero_optim.plan.groups import ParamGroup, options_of
 from zero_optim.plan.pieces import piece_of
 from zero_optim.state.core import Core
@@ -37,6 +39,25 @@ def is_no_step(core: Core) -> bool:
     while frame is not None and frame.f_code.co_name != "_init_optim_state":
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("__name__") == _DCP
+
+
+def begins_state(core: Core) -> bool:
+    """Whether all ranks are to step once so that there is state: Note [Steps that are none]."""
+    is_new = core.snapshot.untouched and not core.owned.local.initial_state(core.groups)
+    if is_new and not core.inputs.held:
+        core.snapshot.drop(is_new=True)
+    return is_new and bool(core.inputs.held)
+
+
+@contextmanager
+def values_kept(core: Core) -> Iterator[None]:
+    """Put the parameters' present values back after the body."""
+    rows = list(map(local_rows, core.params))
+    values = [each.clone() for each in rows]
+    yield
+    with torch.no_grad():
+        for each, value in zip(rows, values, strict=True):
+            each.copy_(value)
 
 
 @dataclass(frozen=True, slots=True)
