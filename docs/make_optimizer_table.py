@@ -28,8 +28,7 @@ from zero_optim.probe.traits import Traits  # noqa: E402
 TARGET = ROOT / "docs" / "optimizers.md"
 HEAD = f"""# Every optimizer class
 
-Which classes were tried, and whether they can be sharded. To try one that is not here, build it on all
-ranks:
+Which classes were tried, and whether they can be sharded. To try another, build it on all ranks:
 
 ```python
 optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adafactor)  # raises if refused
@@ -39,17 +38,17 @@ print(optimizer.explain())  # shows what trials of the class found
 Made by `python docs/make_optimizer_table.py`, which runs the checks of tests/test_optimizers.py on two ranks,
 with PyTorch {torch.__version__.partition("+")[0]} on CPU and torch-optimizer 0.3.0. Do not edit.
 
-Before a class is sharded, `zero_optim.probe` tries with the given options whether
+Before a class is sharded, trials with the given options show whether
 
-- each parameter's step is *separable*: it needs only this parameter's gradient and state. Other classes are
+- each parameter's step is *separable*: it needs only this parameter's gradient and state; others are
   refused, unless `assume_separable=True`;
 - one optimizer may step some of its parameters now and the others later (*in parts*, for `zero_step`);
 - several ranks may own *rows* of one parameter.
 
 Trials take 9 steps (of an entry: 64), with parameters of at most 8,192 elements (cuts: 45,056). They do not
-see a coupling that needs more. Half precision is tried too; a class that fails there is refused for such
-parameters alone. A class whose state cannot be saved and resumed is refused, unless `allow_unsaved=True`;
-then saving raises. A class that uses an entry of its groups or state which differs between ranks is refused.
+see a coupling that needs more. A class that fails in half precision is refused for such parameters alone. A
+class whose state cannot be saved and resumed is refused, unless `allow_unsaved=True`; then saving raises. A
+class that uses an entry of its groups or state which differs between ranks is refused.
 
 "Fails" lists the trials that a class does not pass. "Bitwise equal": the parameters after each of 13 steps,
 and the saved state, are those of the unsharded optimizer, with default options and, for most, others.

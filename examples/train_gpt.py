@@ -18,7 +18,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel
 SHARDED = ("nothing", "state", "state and gradients", "state, gradients and parameters")  # by stage
 OPTIONS: dict[str, dict[str, Any]] = {"AdamW": {"lr": 4e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}}
 Matrix = partial(nn.Linear, bias=False)
+Point: TypeAlias = tuple[int, float]  # an update, and a loss
 
 
 class Block(nn.Module):
@@ -63,8 +64,8 @@ class GPT(nn.Module):
     def __init__(self, context: int, layers: int, width: int, heads: int) -> None:
         super().__init__()
         self.embedding, self.places = nn.Embedding(256, width), nn.Embedding(context, width)
-        nn.init.normal_(self.embedding.weight, std=0.02)
-        nn.init.normal_(self.places.weight, std=0.02)
+        for table in (self.embedding, self.places):
+            nn.init.normal_(table.weight, std=0.02)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width, elementwise_affine=False), Matrix(width, 256)
 
@@ -96,28 +97,24 @@ class Text:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    stages = ", ".join(f"{stage} {what}" for stage, what in enumerate(SHARDED))
-    add("--stage", type=int, choices=range(4), default=1, help=f"what is sharded: {stages}")
+    add("--stage", type=int, choices=range(4), default=1, help=f"sharded: {'; '.join(SHARDED)}")
     add("--optimizer", default="AdamW", help="class of torch.optim, or package.Class")
     add("--options", nargs="*", default=[], metavar="KEY=VALUE", help="of the class, such as lr=3e-4")
     add("--clip", type=float, default=1.0, help="largest norm of the gradients; 0: no limit")
     add("--bf16", action="store_true", help="forward passes in bfloat16")
     add("--text", type=Path, help="file to train on")
-    add("--run", type=Path, help="folder of the run, which goes on if it has a checkpoint (a new one)")
-    for name, default, text in (
-        ("steps", 400, "updates in the whole run"),
-        ("warmup", 20, "updates in which the learning rate rises"),
-        ("batch-size", 16, "samples in an update, over all ranks"),
-        ("accumulate", 1, "backward passes in an update"),
-        ("save-every", 100, "updates between checkpoints"),
-        ("eval-every", 50, "updates between validations"),
-        ("log-every", 10, "updates between losses that are shown and drawn"),
-    ):
-        add(f"--{name}", type=int, default=default, help=f"{text} ({default})")
+    add("--run", type=Path, help="folder of the run, which goes on if it has a checkpoint; None: a new one")
+    add("--steps", type=int, default=400, help="updates in the whole run")
+    add("--warmup", type=int, default=20, help="updates in which the learning rate rises")
+    add("--batch-size", type=int, default=16, help="samples in an update, over all ranks")
+    add("--accumulate", type=int, default=1, help="backward passes in an update")
+    add("--save-every", type=int, default=100, help="updates between checkpoints")
+    add("--eval-every", type=int, default=50, help="updates between validations")
+    add("--log-every", type=int, default=10, help="updates between losses that are shown and drawn")
     for name, default in (("context", 128), ("layers", 4), ("width", 128), ("heads", 4), ("seed", 0)):
-        add(f"--{name}", type=int, default=default)
+        add(f"--{name}", type=int, default=default, help="of the model")
     return parser.parse_args(arguments)
 
 
@@ -149,15 +146,10 @@ class Trainer:
     """A model, its optimizer and its text; all ranks call the same methods."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        parts = dist.get_world_size() * args.accumulate
-        if args.batch_size % parts:
-            raise SystemExit(f"--batch-size must be a multiple of {parts}: ranks x --accumulate")
         self.args, self.device, self.text = args, device, Text(args.context, args.text)
         self.gpt, self.model, self.optimizer = build(args, device)
         self.scheduler = LambdaLR(self.optimizer, lambda step: rate(step, args.warmup, args.steps))
-        self.saved = dict[str, Any](model=self.gpt, optimizer=self.optimizer, scheduler=self.scheduler)
-        self.losses, self.validations = list[tuple[int, float]](), list[tuple[int, float]]()
-        self.pending: checkpoint.PendingSave | None = None
+        self.done, self.losses, self.validations = 0, list[Point](), list[Point]()
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.bf16):
@@ -167,11 +159,11 @@ class Trainer:
     def update(self, step: int) -> Tensor:
         """Make one update; return the loss before it on this rank."""
         args, total = self.args, torch.zeros((), device=self.device)
-        batch = self.text.batch(self.text.train, args.seed + step, args.batch_size)
-        parts = list(zip(*(tensor.chunk(args.accumulate) for tensor in batch), strict=True))
+        inputs, targets = self.text.batch(self.text.train, args.seed + step, args.batch_size)
+        parts = zip(inputs.chunk(args.accumulate), targets.chunk(args.accumulate), strict=True)
         for number, part in enumerate(parts, 1):
-            with self.model.no_sync() if number < len(parts) else nullcontext():
-                loss = self.loss(*part) / len(parts)
+            with nullcontext() if number == args.accumulate else self.model.no_sync():
+                loss = self.loss(*part) / args.accumulate
                 loss.backward()
             total += loss.detach()
         if args.clip and args.stage:
@@ -184,43 +176,37 @@ class Trainer:
         return total
 
     @torch.no_grad()
-    def validate(self, step: int, more: str = "") -> None:
-        """Show the loss on some samples of the held-out text."""
+    def validate(self, step: int, speed: str = "") -> None:
         loss = self.loss(*self.text.batch(self.text.held_out, 0, 8 * self.args.batch_size))
         self.validations.append((step, mean(loss)))
-        say(f"update {step:>4}  validation {self.validations[-1][1]:.3f}{more}")
+        say(f"update {step:>4}  validation {self.validations[-1][1]:.3f}{speed}")
 
     def train(self) -> None:
         """Train to the end of the run, from the newest checkpoint, of any stage and number of ranks."""
-        args, done = self.args, 0
-        if args.stage and (path := checkpoint.latest(args.run)):  # zero_optim
-            extra: Any = checkpoint.load(path, **self.saved)
-            done, self.losses, self.validations = extra["step"], extra["losses"], extra["validations"]
-        say(f"run       {args.run}, from update {done} to {args.steps}")
-        if done == 0:
+        args, pending, speed = self.args, None, ""
+        saved: dict[str, Any] = {"model": self.gpt, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        if args.stage and (newest := checkpoint.latest(args.run)):  # zero_optim
+            self.done, self.losses, self.validations = checkpoint.load(newest, **saved)
+        say(f"run       {args.run}, from update {self.done} to {args.steps}")
+        if self.done == 0:
             self.validate(0)
-        began, speed = time.perf_counter(), 0.0
-        is_off = dist.get_rank() > 0 or None  # None: no bar where the output is no terminal
-        for step in (bar := tqdm(range(done + 1, args.steps + 1), disable=is_off)):
+        began, is_off = time.perf_counter(), dist.get_rank() > 0 or None  # None: no bar without a terminal
+        for step in (bar := tqdm(range(self.done + 1, args.steps + 1), disable=is_off)):
             loss, is_last = self.update(step), step == args.steps
             if is_last or step % args.log_every == 0:
                 self.losses.append((step, mean(loss)))
-                speed = args.batch_size * args.context * (step - done) / (time.perf_counter() - began)
-                bar.set_postfix_str(f"loss {self.losses[-1][1]:.3f}, {speed:,.0f} tokens/s")
+                tokens = args.batch_size * args.context * (step - self.done)
+                speed = f", {tokens / (time.perf_counter() - began):,.0f} tokens/s"
+                bar.set_postfix_str(f"loss {self.losses[-1][1]:.3f}{speed}")
             if is_last or step % args.eval_every == 0:
-                self.validate(step, f", {speed:,.0f} tokens/s")
-            if args.stage and (
-                is_last or step % args.save_every == 0
-            ):  # zero_optim: written in the background
-                extra = {"step": step, "losses": self.losses, "validations": self.validations}
-                self.pending = checkpoint.save_async(
-                    args.run / f"{step:06}", **self.saved, extra=extra, keep=2
-                )
-        if self.pending is not None:
-            self.pending.wait()  # zero_optim
+                self.validate(step, speed)
+            if args.stage and (is_last or step % args.save_every == 0):  # zero_optim: in the background
+                extra, path = [step, self.losses, self.validations], args.run / f"{step:06}"
+                pending = checkpoint.save_async(path, **saved, extra=extra, keep=2)
+        if pending is not None:
+            pending.wait()  # zero_optim
 
     def draw(self) -> None:
-        """Draw the losses."""
         from matplotlib.figure import Figure
 
         figure = Figure(layout="constrained")
@@ -232,7 +218,6 @@ class Trainer:
 
 
 def mean(loss: Tensor) -> float:
-    """Return the mean over all ranks."""
     dist.all_reduce(loss)
     return loss.item() / dist.get_world_size()
 
@@ -245,8 +230,8 @@ def say(line: object) -> None:
 
 def start() -> torch.device:
     """Start the default process group, as torchrun says or of this process alone; return the device."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    os.environ.update({} if "RANK" in os.environ else alone)
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
     device = torch.device("cpu")
     if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -257,6 +242,9 @@ def start() -> torch.device:
 
 def main() -> None:
     args, device = parse(), start()
+    parts = dist.get_world_size() * args.accumulate
+    if args.batch_size % parts:
+        raise SystemExit(f"--batch-size must be a multiple of {parts}: ranks x --accumulate")
     folder = [args.run or Path("runs", time.strftime("%Y%m%d-%H%M%S"))]
     dist.broadcast_object_list(folder)  # one, though clocks differ
     (args.run,) = folder

@@ -57,8 +57,7 @@ OUTCOMES = {
         False,
     ),
     "raised, ended": Outcome(
-        "the rank raises the reason, in a mesh perhaps its replica too, and the script ends; the others "
-        "raise `StalledError`: it has ended",
+        "the rank raises the reason, in a mesh perhaps its replica too, and ends; then as *ended*",
         r"\w+: .*rank {bad}\b",
         False,
     ),
@@ -66,13 +65,13 @@ OUTCOMES = {
         "`StalledError`: the rank does not answer", r"StalledError: .*rank {bad} does not answer", True
     ),
     "late": Outcome(
-        "`StalledError`: the rank has not come to a call, or is in it and waits for nothing",
+        "`StalledError`: the rank has not come to a call, or waits for nothing in it",
         r"StalledError: .*rank {bad} (has not (called|begun)|is in) ",
         True,
     ),
     "apart": Outcome(
-        "`StalledError`: after the timeout, who waits for what, and which rank made a call more or less "
-        "often than others; or `RankMismatchError`, which says how many calls each rank has made",
+        "`StalledError`: who waits for what, and which rank made a call more or less often than others; "
+        "or `RankMismatchError`: how many calls each rank made",
         r"StalledError: stalled for .*times of .* on rank {bad}\b|(?!StalledError)\w+: .*rank {bad}\b",
         None,
     ),

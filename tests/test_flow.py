@@ -49,9 +49,12 @@ def picture() -> str:
 
 
 def placements() -> str:
-    """What a rank holds between two steps, by recipe, as rows of a table in Markdown."""
-    kinds = [(name, row.parameters.value, row.gradients.value) for name, row in RECIPES.items()]
-    return "\n".join(f"| {' | '.join(kind)} | {Placement.ROW.value} |" for kind in kinds)
+    """What a rank holds between two steps, as rows of a table in Markdown: one for recipes that hold the same."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, row in RECIPES.items():
+        names.setdefault((row.parameters.value, row.gradients.value), []).append(name)
+    own = Placement.ROW.value
+    return "\n".join(f"| {', '.join(same)} | {' | '.join(kind)} | {own} |" for kind, same in names.items())
 
 
 def test_the_pictures_of_the_design_are_drawn_from_the_schedules() -> None:
