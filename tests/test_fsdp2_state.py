@@ -211,6 +211,23 @@ def test_the_state_of_the_unsharded_class_loads(name: str) -> None:
         train_beside(model, twin, again, plain, range(2, 4))
 
 
+@not_late
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
+def test_a_new_optimizer_whose_own_empty_state_was_loaded_is_still_filled(name: str) -> None:
+    """As Accelerate does in `prepare()`."""
+    optimizer_class, options = CLASSES[name]
+    model, twin, optimizer, plain = trained(name)
+    saved = get_optimizer_state_dict(model, optimizer)
+    for source in (None, 1):
+        again = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **options)
+        empty = again.state_dict()
+        again.load_state_dict(empty if source in (None, dist.get_rank()) else None, source)
+        assert len(get_optimizer_state_dict(model, again)["state"]) == len(saved["state"])
+    set_optimizer_state_dict(model, again, optim_state_dict=saved)
+    train_beside(model, twin, again, plain, range(2, 4))
+
+
 @on_ranks(2)
 def test_a_state_that_cannot_be_loaded_or_consolidated_is_refused() -> None:
     _, _, optimizer, _ = pair(free, torch.optim.AdamW, lr=0.01)

@@ -302,13 +302,15 @@ class Core:
         shaped = self.shaped_entries(param for param in self.params if len(pieces[param]) > 1)
         return {param: CutState(tuple(param.shape), pieces[param], names) for param, names in shaped.items()}
 
-    def take_over(self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool) -> None:
+    def take_over(
+        self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool, is_new: bool = False
+    ) -> None:
         """Replace this rank's state and options; all ranks call, and fail together."""
         self.engine.under_way.wait()  # gathers read the parameters, which masters are written to
         self.owned.load(owned, groups, exact=exact)
         self.groups = groups
         self.show_state()
-        self.snapshot.changed()
+        self.snapshot.changed(is_new=is_new)
 
     def remember(self) -> Callable[[], None]:
         """Copy this rank's state, options and parameters; return a function that restores them."""

@@ -97,7 +97,7 @@ def load(
                 everywhere.update({BESIDE: more} if more else {})
             groups = state_dict["param_groups"]
             options = [{key: group[key] for key in group if key != "params"} for group in groups]
-            beside = {"options": options, "everywhere": everywhere}
+            beside = {"options": options, "everywhere": everywhere, "is_new": not (state or everywhere)}
     if src is None:  # what each rank wants comes from itself
         pieces = [tuple(filter(None, (piece_of(each, group.rank),))) for each in pieces]
     else:
@@ -117,7 +117,8 @@ def load(
         described = core.describe_options(groups)
     agree(group, described, "the options of the state dict")
     everywhere = map_tensors(beside["everywhere"], copied)
-    core.take_over({**owned, **everywhere}, groups, exact=False)
+    is_new = beside["is_new"] and not core.owned.local.initial_state(core.groups)
+    core.take_over({**owned, **everywhere}, groups, exact=False, is_new=is_new)
 
 
 def load_owned(core: Core, state: Mapping[Any, Any], options: Sequence[Mapping[str, Any]]) -> None:

@@ -36,8 +36,10 @@ class Snapshot:
         """Record that a step broke off, perhaps before any: some parameters have taken it, others not."""
         self.is_torn = self.age > 0
 
-    def changed(self) -> None:
-        """Note a change of the state, and drop the whole state."""
+    def changed(self, *, is_new: bool = False) -> None:
+        """Note a change of the state, and drop the whole state; not if a new optimizer stays new."""
+        if is_new and self.untouched:
+            return
         self.age += 1
         self.untouched, self._whole, self._was_new = False, None, False
 
