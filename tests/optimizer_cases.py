@@ -120,8 +120,7 @@ CASES: dict[str, Case] = {
     "torch_optimizer.A2GradUni": Case(torch_optimizer.A2GradUni),
     "torch_optimizer.AccSGD": Case(torch_optimizer.AccSGD, ({}, _DECAY)),
     "torch_optimizer.AdaBelief": Case(
-        torch_optimizer.AdaBelief,
-        ({}, {**_DECAY, "amsgrad": True, "rectify": True, "weight_decouple": True}),
+        torch_optimizer.AdaBelief, ({}, {**_DECAY, "amsgrad": True, "rectify": True, "weight_decouple": True})
     ),
     "torch_optimizer.AdaBound": Case(torch_optimizer.AdaBound, ({}, {**_DECAY, "amsbound": True})),
     "torch_optimizer.AdaMod": Case(torch_optimizer.AdaMod, ({}, _DECAY)),

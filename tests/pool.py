@@ -92,10 +92,7 @@ class Pool:
     """Worker processes for any world size: rank r of a call runs on worker r."""
 
     def __init__(
-        self,
-        context: BaseContext | None = None,
-        late_seed: int | None = None,
-        device: str = "cpu",
+        self, context: BaseContext | None = None, late_seed: int | None = None, device: str = "cpu"
     ) -> None:
         # Spawned processes hash strings differently, as the ranks of a real run do. So tests notice code that
         # goes through a set in another order on each rank. Forked processes hash equally, but start in
@@ -112,10 +109,7 @@ class Pool:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
 

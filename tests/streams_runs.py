@@ -164,9 +164,7 @@ class Found:
 
 
 def on_model(
-    make: Callable[[], Run],
-    planted: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    **model: Any,
+    make: Callable[[], Run], planted: Callable[[], AbstractContextManager[Any]] = nullcontext, **model: Any
 ) -> list[Found]:
     """Do a run without the model, and on it with what is planted; gives the races found on this rank."""
     expected = make().train(Net())

@@ -10,10 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    allreduce_hook,
-    bf16_compress_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from pool import Ranks, on_ranks
@@ -21,9 +18,7 @@ from training import assert_same_bits, assert_same_state, make_params, params_of
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel, fully_shard
 from zero_optim.errors import message_of
-from zero_optim.hooks import (
-    zero_step,
-)
+from zero_optim.hooks import zero_step
 from zero_optim.step.leaves import MASTER
 
 AdamW, SGD = torch.optim.AdamW, torch.optim.SGD

@@ -238,10 +238,7 @@ def test_order_and_grouping_of_parameters_may_change(tmp_path: Path) -> None:
     path = tmp_path / "one"
     model = Net()
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    groups = [
-        {"params": named[:2], "lr": 0.1},
-        {"params": named[2:], "lr": 0.2, "weight_decay": 0.5},
-    ]
+    groups = [{"params": named[:2], "lr": 0.1}, {"params": named[2:], "lr": 0.2, "weight_decay": 0.5}]
     one = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, betas=(0.5, 0.6))
     for step in range(2):
         set_grads(list(model.parameters()), step)

@@ -38,11 +38,7 @@ def content_of(path: Path) -> Any:
 
 def write(path: Path, body: str) -> None:
     """Write a manifest with this body and a right checksum."""
-    head = {
-        "format": manifest.FORMAT,
-        "version": manifest.VERSION,
-        "crc32": zlib.crc32(body.encode()),
-    }
+    head = {"format": manifest.FORMAT, "version": manifest.VERSION, "crc32": zlib.crc32(body.encode())}
     with suppress(ValueError, AttributeError, RecursionError):  # what is damaged further has no number
         head |= {"number": json.loads(body)["number"]} if "number" in json.loads(body) else {}
     (path / manifest.FILE).write_text(f"{json.dumps(head)}\n{body}\n")

@@ -22,12 +22,7 @@ from pool import Ranks, on_ranks
 from test_checkpoint import flip, once
 from test_checkpoint_hostile import content_of, write
 from training import set_grads
-from zero_optim import (
-    CheckpointError,
-    NotConsolidatedError,
-    ZeroRedundancyOptimizer,
-    checkpoint,
-)
+from zero_optim import CheckpointError, NotConsolidatedError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.checkpoint import data, saving
 
 MOMENTS = range(1, 25)  # file operations of a rank at which it is killed, in each of two ways

@@ -32,16 +32,7 @@ def count_collectives(optimizer: torch.optim.Optimizer) -> dict[str, int]:
 
         return mock.patch.object(dist, name, call)
 
-    names = (
-        "broadcast",
-        "all_reduce",
-        "all_gather",
-        GATHER,
-        "send",
-        "recv",
-        "isend",
-        "irecv",
-    )
+    names = ("broadcast", "all_reduce", "all_gather", GATHER, "send", "recv", "isend", "irecv")
     with ExitStack() as patches:
         for name in names:
             patches.enter_context(counted(name))

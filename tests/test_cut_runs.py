@@ -12,17 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cuts import SHAPES, cut_over, cut_pair, cutting
-from overlap import Setting, assert_same_run
+from overlap import Net, Setting, assert_same_run
+from own_classes import Small
 from pool import on_ranks
-from training import (
-    assert_same_bits,
-    assert_same_state,
-    make_params,
-    params_of,
-    set_grads,
-    train_both,
-    whole,
-)
+from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads, train_both, whole
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.step.averages import EMA
 from zero_optim.step.gradients import rows_of
@@ -220,36 +213,24 @@ def test_autograd_notices_that_a_step_changed_a_cut_parameter() -> None:
 # ---------------------- cut parameters stepped during the backward pass
 
 
-class Wide(nn.Module):
+class Wide(Net):
     """Layers that are wide enough to be cut; one that not every pass uses."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.conv = nn.Conv2d(2, 32, 3, padding=1)
+        self.conv, self.norm = nn.Conv2d(2, 32, 3, padding=1), nn.Identity()
         self.layers = nn.Sequential(nn.Linear(32 * 9, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh())
         self.spare = nn.Linear(16, 16)
         self.head = nn.Linear(16, 3)
 
-    def forward(self, x: torch.Tensor, with_spare: bool = True) -> torch.Tensor:
-        hidden = self.layers(self.conv(x).relu().flatten(1))
-        out: torch.Tensor = self.head(hidden + self.spare(hidden) if with_spare else hidden)
-        return out
 
-
-class AddsToGradients(torch.optim.Optimizer):
+class AddsToGradients(Small):
     """SGD with weight decay, which it adds to the gradients themselves."""
 
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.grad.add_(param, alpha=0.1)
-                    param.add_(param.grad, alpha=-group["lr"])
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        p.grad.add_(p, alpha=0.1)
+        super().update(p, group)
 
 
 def in_place(model: nn.Module) -> ZeroRedundancyOptimizer:

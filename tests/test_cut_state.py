@@ -13,15 +13,7 @@ from torch.optim import Optimizer
 from cuts import SHAPES, cut_over, cut_pair
 from pool import Pool, on_ranks
 from test_cut_runs import RESTARTS
-from training import (
-    assert_same_state,
-    make_params,
-    params_of,
-    set_grads,
-    train_both,
-    twin,
-    whole,
-)
+from training import assert_same_state, make_params, params_of, set_grads, train_both, twin, whole
 from zero_optim import StateMismatchError, ZeroRedundancyOptimizer
 from zero_optim.step.averages import EMA
 from zero_optim.step.leaves import MASTER

@@ -19,10 +19,7 @@ from pool import on_ranks
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.compat.autograd import after_backward
-from zero_optim.ddp import (
-    DistributedDataParallel,
-    ShardedDataParallel,
-)
+from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.ddp.reducer import inbox
 from zero_optim.errors import RankMismatchError, ReductionError
 

@@ -13,15 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from ddp_pairs import (
-    Pair,
-    WithBuffers,
-    assert_averaged,
-    batch,
-    mlp,
-    mlp_loss,
-    of_batch,
-)
+from ddp_pairs import Pair, WithBuffers, assert_averaged, batch, mlp, mlp_loss, of_batch
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import (
@@ -179,10 +171,7 @@ def test_options_and_calls_of_a_newer_pytorch_are_refused_by_name() -> None:
         pytest.raises(TypeError, match="takes no lazy_bucket_allocation, which is new in PyTorch"),
     ):
         DistributedDataParallel(mlp(), lazy_bucket_allocation=dist.get_rank() == 1, also_new=None)
-    with (
-        mock.patch.object(data_parallel, "_SIGNATURE", newer),
-        mock.patch.dict(data_parallel._DEFAULTS, new),
-    ):
+    with mock.patch.object(data_parallel, "_SIGNATURE", newer), mock.patch.dict(data_parallel._DEFAULTS, new):
         model = DistributedDataParallel(mlp(), **{name: named[name] for name in named.keys() - new.keys()})
     with pytest.raises(AttributeError, match="_something_new, which that of zero_optim"):
         model.reducer._something_new()

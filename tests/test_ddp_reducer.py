@@ -71,8 +71,7 @@ def test_arguments_are_checked_on_every_rank() -> None:
     with pytest.raises(ValueError, match=re.escape("0.weight gets no gradient")):
         Reducer([("0.weight", net[0].weight.detach())])
     with pytest.raises(
-        RankMismatchError,
-        match=r"what the reducer was given: rank 0 has 8.bias .*rank 1 has nothing more",
+        RankMismatchError, match=r"what the reducer was given: rank 0 has 8.bias .*rank 1 has nothing more"
     ):
         Reducer(list(net.named_parameters())[: 10 - rank])
 

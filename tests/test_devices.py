@@ -11,25 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from device_names import (
-    CPU,
-    GLOO,
-    GPU3,
-    MIXED,
-    NCCL,
-    PLAIN_ELSEWHERE,
-    PLAIN_ON_GPU_HOST,
-)
+from device_names import CPU, GLOO, GPU3, MIXED, NCCL, PLAIN_ELSEWHERE, PLAIN_ON_GPU_HOST
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm import collectives
-from zero_optim.comm.backends import (
-    backend_for,
-    device_for_small_tensors,
-    devices_of,
-    parse_config,
-    unserved,
-)
+from zero_optim.comm.backends import backend_for, device_for_small_tensors, devices_of, parse_config, unserved
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.ddp.reducer.reducer import Reducer

@@ -41,10 +41,7 @@ RUNS = {inspect.unwrap(getattr(Engine, f"_{each.value}")).__code__: each for eac
 # What moves bytes, and the operation in which alone it may.
 MOVES = {
     inspect.unwrap(function).__code__: operation
-    for function, operation in (
-        (start_gather, Operation.GATHER),
-        (OwnedState.step, Operation.STEP),
-    )
+    for function, operation in ((start_gather, Operation.GATHER), (OwnedState.step, Operation.STEP))
 }
 Entries = set[tuple[Moment, Operation]]
 

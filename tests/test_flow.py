@@ -49,7 +49,7 @@ def picture() -> str:
 
 
 def placements() -> str:
-    """What a rank holds between two steps, as rows of a table in Markdown: one for recipes that hold the same."""
+    """What a rank holds between two steps, as rows in Markdown; recipes that hold the same share one."""
     names: dict[tuple[str, str], list[str]] = {}
     for name, row in RECIPES.items():
         names.setdefault((row.parameters.value, row.gradients.value), []).append(name)

@@ -8,17 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fully import (
-    Tower,
-    assert_alike,
-    assert_equal,
-    batch,
-    both,
-    fully,
-    state_of,
-    train,
-)
+from fully import Tower, assert_alike, assert_equal, batch, both, fully, state_of, train
 from pool import on_ranks
+from training import LoRA
 from zero_optim.ddp import FullyShardedDataParallel, unsharded
 
 
@@ -91,19 +83,6 @@ def test_parameters_are_read_and_written_where_they_are_whole() -> None:
     assert_equal(state_of(model), {name: 2 * tensor for name, tensor in before.items()})
 
 
-class Adapted(nn.Module):
-    """LoRA: a frozen layer, and two small ones beside it that train."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, 2, bias=False)
-        self.up = nn.Linear(2, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
 class Blocks(Tower):
     """Blocks that begin with a frozen layer, which the backward pass reads last, called in some way."""
 
@@ -113,7 +92,7 @@ class Blocks(Tower):
         for block in self.blocks:
             block.norm.requires_grad_(False)
             block.up.requires_grad_(False)
-            block.down = Adapted(block.down)
+            block.down = LoRA(block.down)
         for number in {"frozen": [1, 2, 5], "frozen first": [0, 1]}.get(kind, []):
             self.blocks[number].requires_grad_(False)
         self.first.requires_grad_(kind != "frozen first")
@@ -157,10 +136,7 @@ class Live:
 
 @on_ranks(2)
 def test_units_with_frozen_parameters_are_freed_when_their_inputs_have_gradients() -> None:
-    for kind in (
-        *("plain", "by name", "frozen", "frozen first"),
-        *("twice", "reentrant", "pairs"),
-    ):
+    for kind in (*("plain", "by name", "frozen", "frozen first"), *("twice", "reentrant", "pairs")):
         (whole, one), (fully, other) = both(Blocks(kind))
         live = Live(fully)
         assert train(fully, other, 2) == train(whole, one, 2), kind

@@ -8,23 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from breaking import Stops, in_backward_of
-from fully import (
-    Tower,
-    adamw,
-    assert_alike,
-    batch,
-    both,
-    fully,
-    loss_of,
-    train,
-)
+from fully import Tower, adamw, assert_alike, batch, both, fully, loss_of, train
 from pool import on_ranks
 from zero_optim import ReductionError
-from zero_optim.ddp import (
-    DistributedDataParallel,
-    fully_shard,
-    fully_sharded,
-)
+from zero_optim.ddp import DistributedDataParallel, fully_shard, fully_sharded
 from zero_optim.shard import module_calls
 
 

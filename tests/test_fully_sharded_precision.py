@@ -10,28 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fully import (
-    NARROW,
-    Tower,
-    adamw,
-    assert_equal,
-    batch,
-    fully,
-    loss_of,
-    on_meta,
-    state_of,
-    train,
-)
+from fully import NARROW, Tower, adamw, assert_equal, batch, fully, loss_of, on_meta, state_of, train
 from meshes import mesh_of
 from parity_reference import summed
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
-from zero_optim.ddp import (
-    FullyShardedDataParallel,
-    PrecisionPolicy,
-    full_state_dict,
-    unsharded,
-)
+from zero_optim.ddp import FullyShardedDataParallel, PrecisionPolicy, full_state_dict, unsharded
 from zero_optim.step.leaves import MASTER
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -232,10 +216,7 @@ class Looks(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("options", "seen", "given"),
-    [
-        ({}, BF16, BF16),
-        ({"casts_inputs": "nowhere", "outputs": torch.float64}, FP32, torch.float64),
-    ],
+    [({}, BF16, BF16), ({"casts_inputs": "nowhere", "outputs": torch.float64}, FP32, torch.float64)],
 )
 def test_inputs_outputs_and_buffers_are_cast(options: Any, seen: torch.dtype, given: torch.dtype) -> None:
     policy = PrecisionPolicy(params=BF16, buffers=BF16, **options)

@@ -10,17 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
-from fully import (
-    NARROW,
-    Tower,
-    adamw,
-    assert_equal,
-    fully,
-    loss_of,
-    on_meta,
-    state_of,
-    train,
-)
+from fully import NARROW, Tower, adamw, assert_equal, fully, loss_of, on_meta, state_of, train
 from meshes import mesh_of
 from pool import on_ranks
 from stalling import TIMEOUT
@@ -180,10 +170,7 @@ def test_a_later_optimizer_that_cannot_be_is_refused_and_changes_nothing() -> No
     assert train(wrapped, optimizer) == train(whole, adamw(whole))
 
 
-PLAIN: list[tuple[Any, dict[str, Any]]] = [
-    (torch.optim.AdamW, {}),
-    (torch.optim.SGD, {"foreach": True}),
-]
+PLAIN: list[tuple[Any, dict[str, Any]]] = [(torch.optim.AdamW, {}), (torch.optim.SGD, {"foreach": True})]
 
 
 @on_ranks(1)

@@ -180,10 +180,7 @@ def test_what_would_miss_parameters_is_refused() -> None:
     with pytest.raises(ValueError, match="pass optimizer= too"):
         checkpoint.save("nowhere", model=model)
     with unsharded(model):
-        for call in (
-            lambda: checkpoint.save("nowhere", model=model, optimizer=optimizer),
-            optimizer.step,
-        ):
+        for call in (lambda: checkpoint.save("nowhere", model=model, optimizer=optimizer), optimizer.step):
             with pytest.raises(RuntimeError, match="inside unsharded"):
                 call()
     train(model, optimizer, 1)

@@ -24,6 +24,11 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 3))
 
 
+def made(**options: Any) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+    model = make_model()
+    return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, **options)
+
+
 def batches(rank: int, count: int) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(rank)
     for _ in range(count):
@@ -33,10 +38,9 @@ def batches(rank: int, count: int) -> Iterator[Tensor]:
 @on_ranks(2)
 def test_uneven_inputs_without_ddp_and_training_afterwards() -> None:
     """Without DDP: each rank's own gradient of a common loss, so that they are equal."""
-    model = make_model()
+    model, sharded = made(momentum=0.9)
     plain_model = copy.deepcopy(model)
     plain = torch.optim.SGD(plain_model.parameters(), lr=0.1, momentum=0.9)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
     rank, size = dist.get_rank(), dist.get_world_size()
     data = list(batches(0, 2 + size))
 
@@ -85,8 +89,7 @@ def test_a_gradient_scaler_works_on_ranks_that_are_still_active() -> None:
 @on_ranks(2)
 def test_a_closure_that_raises_is_heard_of_by_active_and_by_joined_ranks() -> None:
     """The closure raises on rank 1, while rank 0 is active and when it has run out of inputs."""
-    model = make_model()
-    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    model, sharded = made()
     before = [p.detach().clone() for p in model.parameters()]
 
     def closure() -> float:
@@ -111,8 +114,7 @@ def test_a_closure_that_raises_is_heard_of_by_active_and_by_joined_ranks() -> No
 def test_a_scaler_that_cannot_be_told_raises_on_joined_ranks_too() -> None:
     """Ranks 0 and 1 are active, 2 and 3 have no inputs."""
     rank = dist.get_rank()
-    model = make_model()
-    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    _, sharded = made()
 
     def train() -> None:
         with Join([sharded]):
@@ -162,10 +164,9 @@ def test_an_epoch_after_uneven_inputs_begins_without_the_gradients_of_other_rank
 @on_ranks(2)
 def test_gradients_are_clipped_inside_join_without_ddp() -> None:
     """Without DDP the optimizer itself tells ``Join``, by whichever call comes first, and clips twice."""
-    model = make_model()
+    model, sharded = made()
     plain_model = copy.deepcopy(model)
     plain = torch.optim.SGD(plain_model.parameters(), lr=0.1)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     rank, size = dist.get_rank(), dist.get_world_size()
     for _ in range(2):
         for batch in batches(0, 1 + size):
@@ -187,8 +188,7 @@ def test_gradients_are_clipped_inside_join_without_ddp() -> None:
 @on_ranks(2)
 def test_an_error_of_clipping_raises_on_joined_ranks_too() -> None:
     """Rank 1 has run out of inputs, and hears of it all the same."""
-    model = make_model()
-    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    model, sharded = made()
     is_active = dist.get_rank() == 0
 
     def clip(*args: Any) -> None:
@@ -206,8 +206,7 @@ def test_an_error_of_clipping_raises_on_joined_ranks_too() -> None:
 
 @on_ranks(2)
 def test_inside_join_a_rank_that_clips_alone_raises_on_every_rank() -> None:
-    model = make_model()
-    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    _, sharded = made()
 
     def train() -> None:
         with Join([sharded]):

@@ -15,12 +15,7 @@ from forked import fork_context
 from pool import Pool, RankError
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.works import Work
-from zero_optim.ddp import (
-    DistributedDataParallel,
-    FullyShardedDataParallel,
-    ShardedDataParallel,
-    unsharded,
-)
+from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel, unsharded
 from zero_optim.hooks import zero_step
 
 

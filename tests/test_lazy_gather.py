@@ -106,11 +106,7 @@ def test_a_module_waits_for_its_own_buckets_alone() -> None:
     """Every broadcast takes long: step() does not wait, and each layer waits for its own alone."""
     model = Chain()
     optimizer = ZeroRedundancyOptimizer(
-        model.parameters(),
-        torch.optim.SGD,
-        lr=0.1,
-        bucket_cap_mb=8 * 8 * 4 / 2**20,
-        gather_lazily=model,
+        model.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=8 * 8 * 4 / 2**20, gather_lazily=model
     )
     x = torch.ones(2, 8)
     model(x)  # shows which modules are called

@@ -146,16 +146,10 @@ CALLS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
             "parameters that the checkpoint lacks (20): ",
         ),
     ),
-    "state_dict() on every rank": (
-        asking,
-        ("the state is on its owners, and rank", "on all ranks first"),
-    ),
+    "state_dict() on every rank": (asking, ("the state is on its owners, and rank", "on all ranks first")),
     "a partial gradient": (
         reading,
-        (
-            "optimizer.clip_grad_norm_()",
-            "it returns the norm to log, and changes nothing",
-        ),
+        ("optimizer.clip_grad_norm_()", "it returns the norm to log, and changes nothing"),
     ),
     "to() at stage 1": (lambda _: converting(lambda given: DistributedDataParallel(given.model)), (CONVERT,)),
     "to() at stage 2": (lambda _: converting(sharding), (CONVERT,)),

@@ -25,7 +25,7 @@ from torch.optim import AdamW
 from frameworks import as_torchrun_says
 from fully import Block, Tower, batch, whole
 from pool import on_ranks
-from training import TORCH
+from training import TORCH, LoRA
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import ShardedDataParallel, fully_shard
 
@@ -47,20 +47,6 @@ def pair(name: str) -> tuple[str, str]:
 
 def without_clipping(script: str) -> str:
     return "\n".join(line for line in script.splitlines() if "clip" not in line)
-
-
-class LoRA(nn.Module):
-    """A frozen layer, and a product of two small matrices beside it."""
-
-    def __init__(self, layer: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.layer = layer
-        self.down = nn.Linear(layer.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, layer.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x) + self.up(self.down(x))
-        return out
 
 
 def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:

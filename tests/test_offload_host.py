@@ -20,11 +20,7 @@ from modelled import StreamsModel, modelled_streams
 from pool import on_ranks
 from zero_optim import RankMismatchError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.compat.streams import HostCopy
-from zero_optim.ddp import (
-    FullyShardedDataParallel,
-    PrecisionPolicy,
-    unsharded,
-)
+from zero_optim.ddp import FullyShardedDataParallel, PrecisionPolicy, unsharded
 
 pytestmark = pytest.mark.not_late("the model of streams has collectives of its own")
 

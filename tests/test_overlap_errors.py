@@ -112,6 +112,14 @@ def sgd(model: nn.Module) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(model.parameters(), FailingSGD, lr=0.1, bucket_cap_mb=0.001)
 
 
+def assert_goes_on(model: Any, optimizer: Any, number: int, late: bool, heard: str) -> None:
+    with pytest.raises(RemoteRankError, match=heard) if heard else nullcontext():
+        plain_step(model, optimizer, number)
+    if late:
+        plain_step(model, optimizer, number + 1)
+    assert_equal_on_all_ranks(model.parameters(), "afterwards")
+
+
 def check_failing_step(wrapper: str, interleave: bool, late: bool = False) -> None:
     """Late: other ranks hear of a pass when the next one ends, as on an accelerator."""
     model, optimizer = Setting(wrapper, optimizer=sgd, zero={"interleave": interleave}).build(overlap=True)
@@ -129,11 +137,7 @@ def check_failing_step(wrapper: str, interleave: bool, late: bool = False) -> No
         optimizer.step()
         assert_equal_on_all_ranks(model.parameters(), number)
     marked.fails = False
-    with pytest.raises(RemoteRankError, match=HEARD) if late and not fails_here else nullcontext():
-        plain_step(model, optimizer, 3)
-    if late:
-        plain_step(model, optimizer, 4)
-    assert_equal_on_all_ranks(model.parameters(), "afterwards")
+    assert_goes_on(model, optimizer, 3, late, HEARD if late and not fails_here else "")
 
 
 @on_ranks(2)
@@ -186,11 +190,7 @@ def check_failing_hook(wrapper: str, late: bool = False) -> None:
     optimizer.step()
     assert_equal_on_all_ranks(model.parameters(), "failed")
     fails[0] = False
-    with pytest.raises(RemoteRankError, match=heard) if late and not fails_here else nullcontext():
-        plain_step(model, optimizer, 2)
-    if late:
-        plain_step(model, optimizer, 3)
-    assert_equal_on_all_ranks(model.parameters(), "afterwards")
+    assert_goes_on(model, optimizer, 2, late, heard if late and not fails_here else "")
 
 
 @on_ranks(2)

@@ -8,14 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from overlap import (
-    WRAPPERS,
-    assert_same_params,
-    both_wrappers,
-    either_way,
-    inputs,
-    run_either_way,
-)
+from overlap import WRAPPERS, assert_same_params, both_wrappers, either_way, inputs, run_either_way
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.hooks import passes, zero_step

@@ -30,11 +30,7 @@ from overlap import (
 )
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.hooks import (
-    hook_with_zero_step,
-    hook_with_zero_step_interleaved,
-    zero_step,
-)
+from zero_optim.hooks import hook_with_zero_step, hook_with_zero_step_interleaved, zero_step
 
 
 def freezing(model: Any, optimizer: ZeroRedundancyOptimizer, step: int) -> Grads:

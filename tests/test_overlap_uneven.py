@@ -25,11 +25,7 @@ from overlap import (
 from pool import on_ranks
 from training import assert_same_state, whole
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.hooks import (
-    hook_with_zero_step,
-    hook_with_zero_step_interleaved,
-    zero_step,
-)
+from zero_optim.hooks import hook_with_zero_step, hook_with_zero_step_interleaved, zero_step
 
 MAY_BE_UNUSED = {"find_unused_parameters": True}
 

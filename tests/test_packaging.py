@@ -10,15 +10,7 @@ import pytest
 import torch
 
 import zero_optim
-from distribution import (
-    CHECKOUT,
-    build,
-    copy_files,
-    make_environment,
-    run_python,
-    tracked,
-    without_python,
-)
+from distribution import CHECKOUT, build, copy_files, make_environment, run_python, tracked, without_python
 
 pytestmark = pytest.mark.packaging
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawn import draw_the_same
+from training import assert_same_value
 from zero_optim import CheckpointError
 from zero_optim.checkpoint import manifest
 from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, Manifest
@@ -193,25 +194,6 @@ def test_joining_gives_back_the_state_that_rows_were_picked_from(
     assert torch.equal(joined["avg"], whole)
     assert joined["step"] == 3
     assert joined["count"].shape == (1,)
-
-
-def assert_same_value(got: Any, expected: Any) -> None:
-    assert type(got) is type(expected), (got, expected)
-    if isinstance(expected, Tensor):
-        assert (got.dtype, got.shape, got.layout) == (expected.dtype, expected.shape, expected.layout)
-        assert torch.equal(got.to_dense(), expected.to_dense())
-    elif isinstance(expected, np.ndarray):
-        assert got.dtype == expected.dtype
-        np.testing.assert_array_equal(got, expected)
-    elif isinstance(expected, dict):
-        assert list(got) == list(expected)
-        for key, part in expected.items():
-            assert_same_value(got[key], part)
-    elif isinstance(expected, list | tuple):
-        for one, other in zip(got, expected, strict=True):
-            assert_same_value(one, other)
-    else:
-        assert got == expected
 
 
 # ---------------------------------------------------------------------- manifest

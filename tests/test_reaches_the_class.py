@@ -44,10 +44,7 @@ def halves_of(value: float) -> float:
     return value / 2
 
 
-UNHASHABLE: dict[str, Any] = {
-    "function": halves_of,
-    "array": np.ones(2),
-}
+UNHASHABLE: dict[str, Any] = {"function": halves_of, "array": np.ones(2)}
 
 
 def built(cls: Any = Scaled) -> tuple[list[nn.Parameter], ZeroRedundancyOptimizer]:

@@ -12,22 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pool import on_ranks
-from training import (
-    MIXED,
-    adamw_pair,
-    assert_same_state,
-    make_params,
-    params_of,
-    set_grads,
-    train_both,
-    twin,
-)
-from zero_optim import (
-    NotConsolidatedError,
-    RankMismatchError,
-    StateMismatchError,
-    ZeroRedundancyOptimizer,
-)
+from training import MIXED, adamw_pair, assert_same_state, make_params, params_of, set_grads, train_both, twin
+from zero_optim import NotConsolidatedError, RankMismatchError, StateMismatchError, ZeroRedundancyOptimizer
 
 
 @on_ranks(2, slow=4)

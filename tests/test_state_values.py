@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pool import on_ranks
-from training import MIXED, make_params, pair_of, sgd, train_both
+from training import MIXED, assert_same_value, make_params, pair_of, sgd, train_both
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import decode, encode
 
@@ -35,24 +35,6 @@ class OddState(torch.optim.SGD):
                     empty=torch.empty(0),
                 )
         return super().step(closure)
-
-
-def assert_same_value(got: Any, expected: Any) -> None:
-    """Compare nested values: types, containers, bits of tensors."""
-    assert type(got) is type(expected)
-    if isinstance(expected, Tensor):
-        assert got.dtype == expected.dtype
-        assert got.stride() == expected.stride()
-        assert torch.equal(got, expected)
-    elif isinstance(expected, dict):
-        assert list(got) == list(expected)
-        for key in expected:
-            assert_same_value(got[key], expected[key])
-    elif isinstance(expected, list | tuple):
-        for a, b in zip(got, expected, strict=True):
-            assert_same_value(a, b)
-    else:
-        assert got == expected
 
 
 @on_ranks(2)

@@ -9,9 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    fp16_compress_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from pool import Ranks
 from streams_runs import (

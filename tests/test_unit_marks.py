@@ -142,14 +142,8 @@ TRAINS = f"{ROOT}, for a forward pass in training"
     ("differs", "parts"),
     [
         (another_route_in_training, ("unit blocks.1, for a ", "unit blocks.2, for a ")),
-        (
-            one_block_each,
-            (f"rank 0: unit blocks.0, for {OUTSIDE}", f"rank 1: unit blocks.2, for {OUTSIDE}"),
-        ),
-        (
-            state_of_one_rank,
-            (f"rank 0: {ROOT}, for unsharded() or a state dict", f"rank 1: {TRAINS}"),
-        ),
+        (one_block_each, (f"rank 0: unit blocks.0, for {OUTSIDE}", f"rank 1: unit blocks.2, for {OUTSIDE}")),
+        (state_of_one_rank, (f"rank 0: {ROOT}, for unsharded() or a state dict", f"rank 1: {TRAINS}")),
     ],
 )
 def test_ranks_that_gather_different_units_raise_and_name_them(
@@ -164,11 +158,7 @@ def test_marks_in_headers_alone_tell_the_same() -> None:
 
 @pytest.mark.parametrize(
     ("differs", "size"),
-    [
-        (another_route_in_training, 3),
-        (an_error_in_backward, 2),
-        (state_of_another_module, 2),
-    ],
+    [(another_route_in_training, 3), (an_error_in_backward, 2), (state_of_another_module, 2)],
 )
 def test_ranks_that_gather_units_of_different_sizes_raise(differs: Callable[..., None], size: int) -> None:
     ended = outcomes(size, said, differs, UNEVEN)

@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.plan.strides import dense_strides
 
 MIXED = ((6, 5), (7,), (4, 3, 3, 3), (), (12, 2), (1,), (3, 8), (5,))
 MATRICES = ((6, 5), (8, 8), (2, 9), (12, 4), (3, 7))
@@ -76,6 +78,42 @@ def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
                 assert mine[key].stride() == value.stride(), (index, key)
             else:
                 assert mine[key] == value, (index, key)
+
+
+def assert_same_value(got: Any, expected: Any) -> None:
+    """Compare nested values: types, containers, and bits, strides and layouts of tensors."""
+    assert type(got) is type(expected), (got, expected)
+    if isinstance(expected, Tensor):
+        assert (got.dtype, got.shape, got.layout) == (expected.dtype, expected.shape, expected.layout)
+        if expected.layout == torch.strided:  # what has gaps comes back without them
+            assert got.stride() in (expected.stride(), dense_strides(expected))
+        assert torch.equal(got.to_dense(), expected.to_dense())
+    elif isinstance(expected, np.ndarray):
+        assert got.dtype == expected.dtype
+        np.testing.assert_array_equal(got, expected)
+    elif isinstance(expected, dict):
+        assert list(got) == list(expected)
+        for key, part in expected.items():
+            assert_same_value(got[key], part)
+    elif isinstance(expected, list | tuple):
+        for one, other in zip(got, expected, strict=True):
+            assert_same_value(one, other)
+    else:
+        assert got == expected
+
+
+class LoRA(nn.Module):
+    """A frozen layer, and a product of two small matrices beside it, which train."""
+
+    def __init__(self, layer: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Linear(layer.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) + self.up(self.down(x))
+        return out
 
 
 def agreeing_scaler(device: str = "cpu", **options: Any) -> torch.amp.GradScaler:

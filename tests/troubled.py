@@ -24,11 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from cuts import finely_cut
 from stalling import about_to_stall, note, noted, stay_away
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
-from zero_optim.ddp import (
-    DistributedDataParallel,
-    FullyShardedDataParallel,
-    ShardedDataParallel,
-)
+from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
 from zero_optim.hooks import zero_step
 
 TIMEOUT = 3.0  # seconds, of each wait, where one is to pass
@@ -304,10 +300,7 @@ PHASES = {
     "consolidate": Phase(_consolidate, "zero_optim.state.moving.CutState", reshape=_reshape_state),
     "load": Phase(lambda scene: scene.load("before"), "zero_optim.checkpoint.loading.place_own"),
     "load_state_dict": Phase(
-        _load_state,
-        "zero_optim.state.dicts.check_fits",
-        before=_consolidate_for_all,
-        reshape=_reshape_loaded,
+        _load_state, "zero_optim.state.dicts.check_fits", before=_consolidate_for_all, reshape=_reshape_loaded
     ),
     "save": Phase(lambda scene: scene.save("during"), "zero_optim.checkpoint.saving.write_tensors"),
     "save_async": Phase(lambda scene: scene.save_async("during"), "zero_optim.checkpoint.saving.collect"),

@@ -124,12 +124,7 @@ class Loopback(NamedGroup):
         self._line = line
         self._number = 0
 
-    def _issue(
-        self,
-        outputs: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        run: Callable[[], None],
-    ) -> Work:
+    def _issue(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], run: Callable[[], None]) -> Work:
         self._number += 1
         if self._line.switch.kind != "skipped":
             poison(outputs)

@@ -17,8 +17,8 @@ from fully import NARROW
 from gpu.costs import MIB
 from gpu.setting import Figures, Here, layers_asleep
 from sync_calls import cpu_as_accelerator
-from test_fully_sharded import Adapted
 from test_sharded_memory import LivingStorages
+from training import LoRA
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel
 
@@ -50,7 +50,7 @@ class Sizes:
         torch.manual_seed(0)
         with here.device:
             layers = [nn.Linear(self.width, self.width, bias=False) for _ in range(self.depth)]
-            return nn.Sequential(*(map(Adapted, layers) if stage == "LoRA" else layers))
+            return nn.Sequential(*(map(LoRA, layers) if stage == "LoRA" else layers))
 
 
 Built = tuple[nn.Module, torch.optim.Optimizer, Callable[[], int]]  # and bytes that there may be in training
