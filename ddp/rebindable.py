@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.traffic import Timeout
 from zero_optim.compat import private
 from zero_optim.compat.autograd import eager
 from zero_optim.ddp.wrapper_checks import agree_on_model
@@ -27,7 +28,7 @@ class RebindableWrapper(TorchDistributedDataParallel):
     reducer: Any
     logger: Any
     _SHOWN = frozenset({"device", "module", "process_group", "require_backward_grad_sync", "training"})
-    _timeout: float | None = None
+    _timeout: Timeout = None
     _on_stall: str = "raise"
 
     def __dir__(self) -> list[str]:  # without what PyTorch's constructor sets

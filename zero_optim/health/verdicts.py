@@ -11,7 +11,7 @@ Note [Giving up together]
     ask a rank beside them: it may wait for the former in vain, or have stepped without a closure.
 
     Ranks that wait for each other, each for another thing, do not wait for the group's timeout: they give up
-    after `_LONG`, unless the caller gave a ``timeout``.
+    after that limit of `Phase.limits`.
 """
 
 import logging
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from zero_optim.comm.backends import late_or_closed
 from zero_optim.comm.records import NO_STEP, LastStep, Verdict
-from zero_optim.comm.traffic import Phase
+from zero_optim.comm.traffic import LONG, Phase
 from zero_optim.comm.work_log import GroupWorks, WorkLog
 from zero_optim.comm.works import Work
 from zero_optim.compat.threads import start_thread_or_run
@@ -46,8 +46,7 @@ from zero_optim.host.shared_memory import GAVE_UP
 
 EXIT_CODE = 75  # of a process that was ended because a wait took too long: "try again" in sysexits.h
 
-_LONG = 60.0  # seconds of a wait after which a user has begun to wonder; the usual timeout is 30 minutes
-_NEARLY = 0.9  # of that, after which a wait counts as long for the ranks that ask
+_NEARLY = 0.9  # of a long wait, after which it counts as long for the ranks that ask
 _LONGEST_END = 10.0  # seconds that a process may take to end on a busy host, once it has been killed
 # What a rank may be whose process runs. It is asked again for a while.
 _MUTE = (Presence.SILENT, Presence.UNCONNECTED, Presence.CUT_OFF, Presence.UNKNOWN)
@@ -62,7 +61,7 @@ class Complaint(NamedTuple):
 
     ``kind``: "slow", and all may be well; "odd", and it ends if all ranks wait for each other; "late", and it
     ends; "broken", and it ends if ranks have. ``place``: of the rank. ``part``: of a mesh, runs of the ranks
-    that it waits for. ``seconds``: None if it failed early. ``timeout``: its limit.
+    that it waits for. ``seconds``: None if it failed early. ``long``: enough to complain.
     """
 
     kind: str
@@ -70,18 +69,14 @@ class Complaint(NamedTuple):
     status: Message
     part: Sequence[Any]
     seconds: float | None
+    long: float
     timeout: float
     error: str
 
     @property
-    def is_late(self) -> bool:
-        """Return whether the backend's own timeout has passed."""
-        return late_or_closed(RuntimeError(self.error))[0]
-
-    @property
-    def is_closed(self) -> bool:
-        """Return whether a connection was closed."""
-        return late_or_closed(RuntimeError(self.error))[1]
+    def late_or_closed(self) -> tuple[bool, bool]:
+        """Whether the backend's own timeout has passed, and whether a connection was closed."""
+        return late_or_closed(RuntimeError(self.error))
 
 
 class Verdicts:
@@ -105,9 +100,10 @@ class Verdicts:
             return
         if works.step.closures and seconds >= ANSWER_LIMIT:
             self.judge_step(works)
-        if seconds >= _long(work) and not work.is_warned:
+        long, kind = _long(work)
+        if seconds >= long and not work.is_warned:
             work.is_warned = True
-            self._complain_beside(works, self._complaint(_kind(work), work, seconds))
+            self._complain_beside(works, self._complaint(kind, work, seconds))
 
     def has_failure(self) -> bool:
         """Return whether a step here raised, and other ranks have not heard of it."""
@@ -169,9 +165,10 @@ class Verdicts:
     def _note_look(self, ranks: tuple[int, ...], kind: str) -> None:
         # Ranks that wait for the same complain once, though not at the same moment.
         for work in self._waits(ranks):
-            if work.group.whole == ranks and kind == _kind(work):
+            long, own_kind = _long(work)
+            if work.group.whole == ranks and kind == own_kind:
                 seconds = time.monotonic() - (work.waiting_since or work.started)
-                work.is_warned |= seconds >= _NEARLY * _long(work)
+                work.is_warned |= seconds >= _NEARLY * long
 
     def _status(self, ranks: tuple[int, ...], work: Work | None = None) -> Status:
         waits = self._waits(ranks) | ({work} if work is not None else set())
@@ -182,7 +179,7 @@ class Verdicts:
         works = work.group
         place, waits = works.whole.index(self._directory.rank), work if seconds is not None or error else None
         status, part = asdict(self._status(works.whole, waits)), to_runs(works.ranks)
-        return Complaint(kind, place, status, part, seconds, work.timeout, error)
+        return Complaint(kind, place, status, part, seconds, _long(work)[0], work.timeout, error)
 
     def _complain_beside(self, works: GroupWorks, complaint: Complaint) -> None:
         if (works.whole, complaint.kind) not in self._complaints:
@@ -241,7 +238,7 @@ class Verdicts:
             elif complaint.kind != "broken":
                 reason = _judge(ranks, reports, complaint).message.partition(". ")[0]
                 logger.warning("%s. All ranks give up after %g s", reason, complaint.timeout)
-            elif complaint.is_closed:
+            elif complaint.late_or_closed[1]:
                 # The process that closed the connection may be about to end. On a busy host that takes long,
                 # and its port takes questions that nobody answers.
                 time.sleep(0.05)
@@ -284,12 +281,10 @@ class Verdicts:
         return works.verdict.error()
 
 
-def _long(work: Work) -> float:
-    return min(_LONG, work.timeout / 2)
-
-
-def _kind(work: Work) -> str:
-    return "odd" if work.phase.timeout is None and _long(work) >= _LONG else "slow"
+def _long(work: Work) -> tuple[float, str]:
+    """Return the seconds after which this rank complains of a wait, and the kind of the complaint."""
+    _, apart = work.phase.limits(work.timeout)
+    return (apart, "odd") if apart < work.timeout else (min(LONG, work.timeout / 2), "slow")
 
 
 def _verdict_of(
@@ -297,18 +292,19 @@ def _verdict_of(
 ) -> Verdict | None:
     """Return the verdict if one is due, ``seconds`` after the rank complained."""
     if complaint.kind == "late" or (
-        complaint.kind == "odd" and wait_for_each_other(reports, _NEARLY * _LONG)
+        complaint.kind == "odd" and wait_for_each_other(reports, _NEARLY * complaint.long)
     ):
         return _judge(ranks, reports, complaint)
     if complaint.kind != "broken":
         return None
     mute = {what for what in reports.values() if what in _MUTE}
     takes_long = mute or GAVE_UP in complaint.error  # by a rank that has the reason, and tells
-    is_broken = complaint.is_closed and seconds > (_LONGEST_END if takes_long else ANSWER_LIMIT)
+    is_late, is_closed = complaint.late_or_closed
+    is_broken = is_closed and seconds > (_LONGEST_END if takes_long else ANSWER_LIMIT)
     if is_broken:
         reports = without_absent(reports)
-    is_known = complaint.is_late or ended_ranks(reports) or not mute.issubset({Presence.UNKNOWN})
-    if not (complaint.is_late or ended_ranks(reports) or is_broken):
+    is_known = is_late or ended_ranks(reports) or not mute.issubset({Presence.UNKNOWN})
+    if not (is_late or ended_ranks(reports) or is_broken):
         return None
     return _judge(ranks, reports, complaint, "" if is_known else complaint.error.partition(". ")[0])
 
