@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.traffic import Timeout
 from zero_optim.compat import private
 from zero_optim.compat.autograd import eager
 from zero_optim.ddp.owners.sharded_module import ReducedModule
@@ -73,7 +74,7 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
     reducer: Any
     logger: Any
     _SHOWN = frozenset({"device", "module", "process_group", "require_backward_grad_sync", "training"})
-    _timeout: float | None = None
+    _timeout: Timeout = None
     _on_stall: str = "raise"
 
     @wraps(TorchDistributedDataParallel.__init__)  # type: ignore[misc]
@@ -81,15 +82,15 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
         self,
         module: nn.Module,
         *args: Any,  # noqa: ANN401 - PyTorch's
-        timeout: float | None = None,
+        timeout: Timeout = None,
         on_stall: str = "raise",
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
-        bound = _SIGNATURE.bind(self, module, *args, **kwargs)
+        unknown = {name: value for name, value in kwargs.items() if name not in _SIGNATURE.parameters}
+        known = {name: value for name, value in kwargs.items() if name not in unknown}
+        given = {**_SIGNATURE.bind(self, module, *args, **known).arguments, **unknown}
         arguments = {name: value for name, value in _DEFAULTS.items() if name in KNOWN}
-        arguments |= {
-            name: each for name, each in bound.arguments.items() if each is not _DEFAULTS.get(name, ...)
-        }
+        arguments |= {name: each for name, each in given.items() if each is not _DEFAULTS.get(name, ...)}
         agree_on_model(arguments, self, timeout, on_stall)
         vars(self).update(_timeout=timeout, _on_stall=on_stall)  # nn.Module is not set up yet
         super().__init__(module, *args, **kwargs)
@@ -141,6 +142,7 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
             on_stall=self._on_stall,
         )
         reducer = self._make_reducer(pairs, options, sparse)
+        reducer.look_into(self.module)
         self.reducer: Any = TorchReducerAdapter(reducer)
         self.logger: Any = TorchLoggerAdapter()
         for hook, state in self.__dict__.get("_comm_hooks", ()):  # when a copy is made whole

@@ -14,6 +14,7 @@ from zero_optim.compat import private
 from zero_optim.ddp.full.choice import Units
 from zero_optim.ddp.full.construction import Arguments, construct
 from zero_optim.ddp.full.filling import Init, seen_buffers, send_buffers, take_values_of_first
+from zero_optim.ddp.full.guards import explain_writes
 from zero_optim.ddp.full.in_use import UnitsInUse
 from zero_optim.ddp.full.launch_order import LaunchOrder
 from zero_optim.ddp.full.module_hooks import units_at
@@ -105,6 +106,7 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
     ) -> None:
         super().__init__()
         private.require("FullyShardedDataParallel")
+        explain_writes()
         how = units, reshard_after_forward, guards_reads, offload, mixed_precision, accumulate
         arguments = Arguments(*how, process_group, mesh, device, init, options)
         self._accumulate, self._options = accumulate, options

@@ -135,9 +135,6 @@ class ShardedDataParallel(ShardedModule, DistributedDataParallel):
             check_optimizer(self.module, self._optimizer, process_group)
         super().rebind(ranks.process_group)
 
-    def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
-        self.register_comm_hook(None, comm_hook_type)
-
     def _update_process_group(self, new_process_group: object) -> None:
         raise RuntimeError(
             "ShardedDataParallel has the process group of its optimizer: build both anew for other ranks"

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from zero_optim.health.watchdog import check_patience, learn_addresses, patient,
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import names_text
 from zero_optim.shard.places import is_freed
+from zero_optim.state.options import did_you_mean
 
 # Arguments that ranks need not have in common, such as a device of their own, or that are compared by name.
 _NOT_COMPARED = (
@@ -113,16 +113,20 @@ def _agree(
         for name in ("mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce"):
             if arguments.get(name) is not None:
                 raise TypeError(f"zero_optim.ddp.DistributedDataParallel takes no {name}: {REFUSED[name]}")
-        new = [name for name in arguments if name not in KNOWN]
-        if new:
+        for name in sorted(arguments.keys() - KNOWN):
             raise TypeError(
-                f"zero_optim.ddp.DistributedDataParallel takes no {', '.join(new)}, which is new in PyTorch "
-                f"{torch.__version__}: leave it out, or use PyTorch's DistributedDataParallel"
+                f"zero_optim.ddp.DistributedDataParallel takes no {name}{did_you_mean(name, KNOWN)}. Leave "
+                f"it out, or use the DistributedDataParallel of PyTorch {torch.__version__} if that takes it"
             )
         if any(isinstance(param, UninitializedParameter) for _, param in seen_params(module)):
             raise RuntimeError(
                 "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a "
                 "dummy forward pass to correctly initialize the modules"
+            )
+        if not may_be_freed and any(param.is_meta for _, param in seen_params(module)):
+            raise ValueError(
+                "a part of the model is on the meta device, which has no values: move it by to_empty() and "
+                "set its values before the optimizer is built, or use FullyShardedDataParallel, which does so"
             )
         _check_devices(module, arguments.get("device_ids"), arguments.get("output_device"))
         if not may_be_freed and any(is_freed(param) for _, param in seen_params(module)):
@@ -201,9 +205,10 @@ def check_wrapping(
         if name not in OPTIONS:
             arguments = inspect.signature(wrapper).parameters.values()
             keywords = {argument.name for argument in arguments if argument.kind is argument.KEYWORD_ONLY}
-            near = [f": did you mean {each}?" for each in get_close_matches(name, {*OPTIONS, *keywords}, 1)]
-            known = ", ".join(sorted({*OPTIONS, *keywords}))
-            raise TypeError(f"expected options among {known}, got {name}{''.join(near)}")
+            known = sorted({*OPTIONS, *keywords})
+            raise TypeError(
+                f"expected options among {', '.join(known)}, got {name}{did_you_mean(name, known)}"
+            )
     _check_is_module(module)
     if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in module.modules()):
         raise ValueError(

@@ -248,6 +248,40 @@ checkpoint.save_async(sys.argv[1], model=torch.nn.Linear(2, 2))
 """
 
 
+AT_EXIT = """
+import sys, threading, torch, torch.distributed as dist
+from zero_optim import checkpoint
+from zero_optim.checkpoint import saving
+from zero_optim.run.host import use_loopback
+use_loopback()
+path, rank = sys.argv[1:]
+dist.init_process_group("gloo", store=dist.FileStore(path + ".store", 2), rank=int(rank), world_size=2)
+write = saving.write_tensors
+def write_at_exit(*args):
+    threading.main_thread().join()
+    return write(*args)
+saving.write_tensors = write_at_exit
+torch.manual_seed(0)
+checkpoint.save_async(path, model=torch.nn.Linear(300, 300), extra="left")
+"""
+
+
+@on_ranks(1)
+def test_a_save_for_which_nobody_waits_is_whole_when_the_process_has_ended(tmp_path: Path) -> None:
+    path = tmp_path / "one"
+    scripts = [
+        subprocess.Popen([sys.executable, "-c", AT_EXIT, str(path), str(rank)], stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    for script in scripts:
+        _, told = script.communicate(timeout=LIMIT)
+        assert (script.returncode, told) == (0, b"")
+    torch.manual_seed(0)
+    expected, model = nn.Linear(300, 300), nn.Linear(300, 300)
+    assert checkpoint.load(path, model=model) == "left"
+    assert torch.equal(model.weight, expected.weight)
+
+
 def save_and_destroy(path: Path) -> None:
     destroyed, real = threading.Event(), saving.write_tensors
 

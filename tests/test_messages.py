@@ -1,5 +1,7 @@
 """What an error says: what was expected, what came, and the line to write; at most 12 lines."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from pool import on_ranks
-from zero_optim import ZeroRedundancyOptimizer, checkpoint
+from zero_optim import ReductionError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
 
 AdamW = torch.optim.AdamW
-Make = Callable[[Any], object]
+Make = Callable[..., object]
 
 
 def layers(count: int = 2, width: int = 8) -> nn.Sequential:
@@ -35,12 +37,16 @@ def trained(wrap: Make) -> Any:
     return SimpleNamespace(wrapped=wrapped, optimizer=optimizer, model=model)
 
 
-def sharding(given: Any) -> nn.Module:
-    return ShardedDataParallel(given.model, given.optimizer)
+def averaging(given: Any, **options: Any) -> nn.Module:
+    return DistributedDataParallel(given.model, **options)
 
 
-def fully(given: Any) -> nn.Module:
-    return FullyShardedDataParallel(given.model, given.optimizer)
+def sharding(given: Any, **options: Any) -> nn.Module:
+    return ShardedDataParallel(given.model, given.optimizer, **options)
+
+
+def fully(given: Any, **options: Any) -> nn.Module:
+    return FullyShardedDataParallel(given.model, given.optimizer, **options)
 
 
 def torchs(model: nn.Module) -> object:
@@ -49,11 +55,21 @@ def torchs(model: nn.Module) -> object:
     return Torchs(model.parameters(), AdamW)
 
 
-def replacing(wrap: Make) -> None:
+def replacing(wrap: Make, ranks: tuple[int, ...] = (0, 1), **options: bool) -> None:
     model = layers()
-    wrapped: Any = wrap(SimpleNamespace(model=model, optimizer=sharded(model)))
-    model[1] = nn.Linear(8, 8)
+    wrapped: Any = wrap(SimpleNamespace(model=model, optimizer=sharded(model)), **options)
+    if dist.get_rank() in ranks:
+        model[1] = nn.Linear(8, 8)
     wrapped(torch.ones(1, 8)).sum().backward()
+
+
+def to_meta(wrap: Make, *, wraps_first: bool = True) -> None:
+    model = layers()
+    given = SimpleNamespace(model=model, optimizer=sharded(model))
+    if not wraps_first:
+        model.to("meta")
+    wrapped: Any = wrap(given)
+    wrapped.to("meta")(torch.ones(1, 8, device="meta")).sum().backward()
 
 
 def converting(wrap: Make) -> None:
@@ -65,6 +81,16 @@ def converting(wrap: Make) -> None:
 def reading(_: Path) -> None:
     for param in trained(sharding).model.parameters():
         param.grad.norm()
+
+
+def reading_state(_: Path) -> None:
+    given = trained(averaging)
+    given.optimizer.step()
+    own = given.optimizer.owned_state()
+    for param in given.model.parameters():
+        entries = given.optimizer.state[param]
+        assert len(entries) == (3 if param in own else 0), entries
+        entries["exp_avg"]
 
 
 def asking(_: Path) -> None:
@@ -88,6 +114,7 @@ def loading_other(path: Path) -> None:
 
 
 OURS = "expected a zero_optim.ZeroRedundancyOptimizer, got "
+REPLACED = "every rank: replaced after wrapping, as by an assignment or "
 CONVERT = "Convert or move the model first, then build the optimizer"
 CALLS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "stage 2 with ZeRO of PyTorch": (
@@ -151,21 +178,39 @@ CALLS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         reading,
         ("optimizer.clip_grad_norm_()", "it returns the norm to log, and changes nothing"),
     ),
-    "to() at stage 1": (lambda _: converting(lambda given: DistributedDataParallel(given.model)), (CONVERT,)),
+    "a mistyped option of DDP": (
+        lambda _: DistributedDataParallel(layers(), bucket_cap=1),
+        ("DistributedDataParallel takes no bucket_cap: did you mean bucket_cap_mb?",),
+    ),
+    "a mistyped option of ours in DDP": (
+        lambda _: DistributedDataParallel(layers(), time_out=1.0),
+        ("DistributedDataParallel takes no time_out: did you mean timeout?",),
+    ),
+    "state of another rank": (
+        reading_state,
+        (
+            "no 'exp_avg' on this rank: the parameter of shape (8, 8) is owned by rank 0. Read it there",
+            "or by consolidate_state_dict() on all ranks",
+        ),
+    ),
+    "to() at stage 1": (lambda _: converting(averaging), (CONVERT,)),
     "to() at stage 2": (lambda _: converting(sharding), (CONVERT,)),
     "to() at stage 3": (
         lambda _: converting(fully),
         ("a fully sharded model cannot be converted or moved", "before it is wrapped, on all ranks"),
     ),
-    "a module replaced under DDP": (
-        lambda _: replacing(lambda given: DistributedDataParallel(given.model)),
-        ("If they were replaced after wrapping, build the optimizer and the wrapper anew",),
-    ),
-    "a module replaced at stage 2": (
-        lambda _: replacing(sharding),
-        ("If they were replaced after wrapping, build the optimizer and the wrapper anew",),
+    "to(meta) at stage 1": (lambda _: to_meta(averaging), (REPLACED, "by .to('meta'): 0.weight, 0.bias")),
+    "to(meta) at stage 2": (lambda _: to_meta(sharding), (REPLACED,)),
+    "to(meta) at stage 3": (lambda _: to_meta(fully), ("cannot be converted or moved",)),
+    "to(meta) before stage 1": (
+        lambda _: to_meta(averaging, wraps_first=False),
+        ("a part of the model is on the meta device, which has no values: move it by to_empty()",),
     ),
     "a module replaced at stage 3": (lambda _: replacing(fully), ("Do that before the model is wrapped",)),
+    "a module replaced at stage 3, find_unused_parameters": (
+        lambda _: replacing(fully, find_unused_parameters=True),
+        ("Do that before the model is wrapped",),
+    ),
 }
 
 
@@ -185,6 +230,50 @@ def test_an_error_says_what_came_and_what_to_write(case: str, tmp_path: Path) ->
     for text in texts:
         assert text in said, said
     assert max(text.count("\n") for text in told if text is not None) < 12
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrap", [averaging, sharding])
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph", None])
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+def test_a_module_that_was_replaced_after_wrapping_is_told_in_the_first_pass_on_every_rank(
+    wrap: Make, option: str | None, ranks: tuple[int, ...]
+) -> None:
+    whose = "every rank" if len(ranks) > 1 else "rank 1"
+    told = f"{whose}: replaced after wrapping, as by an assignment or by .to\\('meta'\\): 1.weight, 1.bias. "
+    with pytest.raises(ReductionError, match=told) as error:
+        replacing(wrap, ranks, **({} if option is None else {option: True}))
+    assert "find_unused_parameters" not in str(error.value)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrap", [averaging, sharding])
+def test_a_module_that_went_with_nothing_in_its_place_is_unused(wrap: Make) -> None:
+    model = layers()
+    optimizer = sharded(model)
+    wrapped: Any = wrap(SimpleNamespace(model=model, optimizer=optimizer), find_unused_parameters=True)
+    for _ in range(2):
+        wrapped(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        model[1] = nn.Identity()
+
+
+WRITE = """
+import torch, torch.distributed as dist
+from zero_optim.ddp import FullyShardedDataParallel
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = FullyShardedDataParallel(torch.nn.Linear(8, 8))
+with torch.no_grad():
+    model.module.weight.mul_(2)
+"""
+
+
+def test_an_uncaught_error_of_a_write_to_a_freed_weight_names_unsharded() -> None:
+    ended = subprocess.run([sys.executable, "-c", WRITE], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    last = ended.stderr.strip().splitlines()[-1]
+    assert "RuntimeError: unsupported operation: more than one element of the written-to tensor" in last
+    assert last.endswith("Write to sharded weights inside zero_optim.ddp.unsharded(module)")
 
 
 @on_ranks(1)

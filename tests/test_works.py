@@ -42,6 +42,16 @@ def test_nothing_keeps_a_tensor_of_a_work_that_has_ended() -> None:
     assert seen() is None
 
 
+@on_ranks(1)
+def test_one_number_or_a_pair_of_them_limits_waits() -> None:
+    group = RankGroup.of(None)
+    whole = group.works.limit
+    limits = {None: (whole, 60), 9.0: (9, 9), (None, 5): (whole, 5), (9.0, 5): (9, 5)}
+    for timeout, expected in limits.items():
+        work = group.within(timeout).begin_work()
+        assert (work.timeout, work.phase.limits(0.0)[1]) == expected
+
+
 @on_ranks(2)
 def test_works_that_ended_well_are_not_kept_for_ever() -> None:
     """Their tensors were kept as long as the group, where nobody waited, as for a model that was dropped."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from zero_optim.comm.agreement import called_by_all, failing_together, raise_together, take_group
 from zero_optim.comm.backends import as_lists
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.traffic import PHASES
+from zero_optim.comm.traffic import PHASES, Timeout
 from zero_optim.compat import private
 from zero_optim.compat.autograd import register_with_pytorch
 from zero_optim.dtensor.placement import group_in
@@ -87,9 +87,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         cuts: cut large parameters so that ranks share each bucket evenly, where trials of the class gave the
             same bits; never what the CPU steps in half precision. Later options that forbid existing cuts
             raise ValueError in `step` and `load_state_dict`. Also a group key.
-        timeout: longest wait in seconds; None for the process group's, and for 60 s where all ranks wait for
-            each other, and not for the same. After half of it a warning is logged; then every rank raises
-            `StalledError` with the missing ranks and their last calls.
+        timeout: longest wait in seconds, or a pair of that and of a wait of all ranks for each other, and not
+            for the same. None for the process group's: it is ``(None, 60)``. After half of it a warning is
+            logged; then every rank raises `StalledError` with the missing ranks and their last calls.
         on_stall: "exit" logs the error and ends the process with exit code 75: for launchers that restart
             jobs, and for NCCL, where a CPU that waits for the device cannot raise.
         own_options: group options that ranks may set differently, such as ``("lr",)``. Each step compares
@@ -127,7 +127,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         gather_lazily: torch.nn.Module | None = None,
         assume_separable: bool = False,
         cuts: bool = True,
-        timeout: float | None = None,
+        timeout: Timeout = None,
         on_stall: OnStall = "raise",
         own_options: Sequence[str] = (),
         allow_unsaved: bool = False,

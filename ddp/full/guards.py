@@ -11,10 +11,12 @@ Note [Parameters in the place of others]
     nothing in their place, are unused. Other names, as pruning gives, are taken from `unsharded` only.
 """
 
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from operator import is_
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -28,6 +30,19 @@ from zero_optim.shard.row_bucket import Uncopied
 
 Function = Callable[[Tensor], Tensor]
 _SHAPES = ((1,), (1, 2, 2, 2), (1, 2, 2, 2, 2))  # memory formats are of 4 and 5 dimensions
+
+
+@cache
+def explain_writes() -> None:
+    """Let uncaught errors of writes to freed parameters say what to do."""
+    show_before = sys.excepthook  # PyTorch raises before any code of ours runs; a class would slow down reads
+
+    def show(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        if isinstance(error, RuntimeError) and "of the written-to tensor refers to a single" in str(error):
+            error.args = (f"{error} Write to sharded weights inside zero_optim.ddp.unsharded(module)",)
+        show_before(kind, error, frames)
+
+    sys.excepthook = show
 
 
 def refuse_conversions(model: nn.Module, units: Collection[Tensor]) -> None:

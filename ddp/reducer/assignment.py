@@ -19,6 +19,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from zero_optim.comm.traffic import Timeout
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.health.watchdog import check_patience
 from zero_optim.plan.groups import bucket_text
@@ -44,7 +45,7 @@ class ReducerOptions:
             these have to be the same on all ranks.
         batched_grad_copy: copy all gradients of a bucket at once, whatever their size.
         reduce_dtype: for gradients of floating-point parameters, None for the parameters' own.
-        timeout: seconds until a wait is given up, None for the process group's timeout.
+        timeout: seconds until a wait is given up, as of `ZeroRedundancyOptimizer`.
         on_stall: then "raise", or "exit" to end the process.
 
     Raises:
@@ -59,7 +60,7 @@ class ReducerOptions:
     skip_all_reduce_unused_params: bool = False
     batched_grad_copy: bool = False
     reduce_dtype: torch.dtype | None = None
-    timeout: float | None = None
+    timeout: Timeout = None
     on_stall: str = "raise"
 
     def __post_init__(self) -> None:

@@ -260,8 +260,10 @@ class BackwardPass:
         assert self.phase is not Phase.ENDING, "a pass ends once"
         self.phase = Phase.ENDING
         if self.kind in ("every", "learnt") and self.calls != self._expected:
-            for index, (calls, expected) in enumerate(zip(self.calls, self._expected, strict=True)):
-                if calls < expected and not self._carried[index]:
+            told = {name for names in self._failures.values() for name in names}
+            named = enumerate(zip(self._assignment.names, self.calls, self._expected, strict=True))
+            for index, (name, calls, expected) in named:
+                if calls < expected and not self._carried[index] and name not in told:
                     self.note(report.FEWER if self.kind == "learnt" else report.NO_GRADIENT, index)
         for index in self._undefined if self.kind == "learnt" else ():
             if self._has_gradient(index):  # would be handed out as it came, not reduced

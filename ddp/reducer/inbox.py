@@ -6,12 +6,12 @@ Note [Passes that break off]
     may be any; the next pass finds the one that broke off.
 """
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakMethod
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
@@ -19,6 +19,7 @@ from zero_optim.compat import private
 from zero_optim.compat.autograd import after_backward
 from zero_optim.ddp.reducer.backward_pass import BackwardPass, Phase
 from zero_optim.ddp.reducer.graph import nearest, on_gradient, reaches, refuse_distributed_backward
+from zero_optim.ddp.reducer.report import REPLACED, SWAPPED
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,12 +65,18 @@ class Inbox:
         for index, param in enumerate(self._params):
             self.handles.append(on_gradient(param, hook_of(index)))
 
-    def swapped(self, calls: Sequence[int]) -> list[int]:
-        """Return the places of parameters that lost their hooks in a swap of tensors."""
+    def lost(self, calls: Sequence[int], module: nn.Module, before: Collection[Tensor]) -> dict[int, str]:
+        """Say why parameters get no gradient any more, by place; the module had ``before``."""
         if all(calls):
-            return []
-        pairs = enumerate(zip(self._params, self._tensors, calls, strict=True))
-        return [index for index, (param, was, num) in pairs if not num and private.cdata(param) != was]
+            return {}
+        lost, there = dict[int, str](), set(module.parameters())
+        has_new = any(param.requires_grad for param in there.difference(before))
+        for index, (param, was, num) in enumerate(zip(self._params, self._tensors, calls, strict=True)):
+            if not num and private.cdata(param) != was:  # a swap of tensors took its hooks
+                lost[index] = SWAPPED
+            elif not num and has_new and param not in there:
+                lost[index] = REPLACED
+        return lost
 
     @property
     def is_running(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.backends import as_lists
@@ -25,7 +25,7 @@ from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassWithGraph, Ph
 from zero_optim.ddp.reducer.graph import UnusedSearch, refuse_distributed_autograd, tensors_in
 from zero_optim.ddp.reducer.inbox import Inbox, announce_backward, remove, weakly, when_backward_ends
 from zero_optim.ddp.reducer.reduction import Hook, HookSlot, Launch
-from zero_optim.ddp.reducer.report import REPLACED, SWAPPED, WITHOUT_GRAPH, FailureReport
+from zero_optim.ddp.reducer.report import REPLACED, WITHOUT_GRAPH, FailureReport
 from zero_optim.errors import ReductionError
 from zero_optim.health.watchdog import learn_addresses, watch
 from zero_optim.shard.engine import Engine
@@ -55,6 +55,7 @@ class Reducer:
 
     checks_first = False  # a pass that is found to be bad when it ends hands out no gradients
     _to_hold: Callable[[], bool] | None = None  # tells if full buckets wait for a caller to launch them
+    _members: tuple[nn.Module, set[Tensor]] = nn.Module(), set()
 
     def __init__(
         self,
@@ -100,15 +101,14 @@ class Reducer:
         self.futures: list[torch.futures.Future[object]] = []  # waited for when the next pass ends
         self._assign(None)
 
+    def look_into(self, module: nn.Module) -> None:
+        """Look, after passes that give parameters no gradient, whether the module still has them."""
+        self._members = module, set(module.parameters())
+
     @property
     def unreduced(self) -> Sequence[bool]:
         """By parameter: its last gradient came in a pass that was not reduced."""
         return self.history.carried
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The ranks."""
-        return self.group.process_group
 
     def use_group(self, process_group: dist.ProcessGroup | None) -> None:
         """Average over other ranks from now on; all of these call, between iterations, then `reset`."""
@@ -286,10 +286,10 @@ class Reducer:
 
     def _conclude(self, current: BackwardPass) -> None:
         broke_off = current.phase is Phase.BROKEN_OFF
-        without_hook = self._inbox.swapped(current.calls)
-        for index in without_hook:
-            current.note(SWAPPED, index)
-        if not (any(current.calls) or current.asks_for_use or broke_off or without_hook):
+        lost = self._inbox.lost(current.calls, *self._members)
+        for index, text in lost.items():
+            current.note(text, index)
+        if not (any(current.calls) or current.asks_for_use or broke_off or lost):
             return  # torch.autograd.grad went through the output, and computed no parameter's gradient
         self.history.carried = [False] * len(self.params)
         self.group.phase.traffic.count_step()

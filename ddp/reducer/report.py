@@ -92,11 +92,14 @@ WITHOUT_GRAPH = (
 BROKE_OFF = "a backward pass ended with an exception before its gradients were reduced"
 NO_GRADIENT = (
     "no gradient for {}. Every parameter that requires a gradient must take part in "
-    "computing the loss. If they were replaced after wrapping, build the optimizer and the wrapper anew, "
-    "as nobody steps the new ones. If they are unused, pass find_unused_parameters=True, or "
-    "static_graph=True where the same ones are unused each time; or set requires_grad=False on them before "
-    "wrapping. If several losses of one forward pass are backpropagated one by one, put all but the last "
-    'backward() under no_sync(), which takes accumulate="local" where gradients are sharded'
+    "computing the loss. If they are unused, pass find_unused_parameters=True, or static_graph=True where "
+    "the same ones are unused each time; or set requires_grad=False on them before wrapping. If several "
+    "losses of one forward pass are backpropagated one by one, put all but the last backward() under "
+    'no_sync(), which takes accumulate="local" where gradients are sharded'
+)
+REPLACED = (
+    "replaced after wrapping, as by an assignment or by .to('meta'): {}. Nobody reduces or steps what came "
+    "in their place: change the model first, then build the optimizer and the wrapper"
 )
 SWAPPED = (
     "{} became another tensor after the model was wrapped, so its gradient was not reduced. "

@@ -22,6 +22,7 @@ from zero_optim.checkpoint.values import unpack
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import Nested
+from zero_optim.comm.traffic import Timeout
 from zero_optim.comm.wire import PIECE_NBYTES, memory_of
 from zero_optim.errors import StateMismatchError, message_of
 from zero_optim.health.watchdog import check_patience
@@ -37,7 +38,7 @@ def load(
     scaler: Any = None,  # noqa: ANN401
     random: bool = True,
     process_group: dist.ProcessGroup | None = None,
-    timeout: float | None = None,
+    timeout: Timeout = None,
 ) -> Nested:
     """Load a checkpoint; all ranks call, with the same arguments. After an error below nothing has changed.
 
@@ -51,8 +52,7 @@ def load(
         scaler: to load into.
         random: restore each rank's random state, if a rank of that number saved one.
         process_group: the ranks that load; None for the optimizer's, with all replicas, or the default group.
-        timeout: seconds that a wait for another rank may take; None for the process group's, and for 60 s
-            where all ranks wait for each other, and not for the same.
+        timeout: seconds that a wait for another rank may take, as of `ZeroRedundancyOptimizer`.
 
     Returns:
         What was saved as ``extra``.

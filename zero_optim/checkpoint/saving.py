@@ -37,6 +37,7 @@ from zero_optim.comm.backends import ON_HOST
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import Nested, encode
 from zero_optim.comm.lanes import Lease, lease
+from zero_optim.comm.traffic import Timeout
 from zero_optim.comm.wire import recv_value, send_value
 from zero_optim.errors import CheckpointError, message_of
 from zero_optim.health.watchdog import check_patience, watching
@@ -53,7 +54,7 @@ def save(  # noqa: PLR0913 - keyword-only
     extra: object = None,
     keep: int | None = None,
     process_group: dist.ProcessGroup | None = None,
-    timeout: float | None = None,
+    timeout: Timeout = None,
 ) -> None:
     """Save a checkpoint; all ranks call, with the same arguments.
 
@@ -72,8 +73,7 @@ def save(  # noqa: PLR0913 - keyword-only
         keep: number of checkpoints to keep, with this one: older ones in the same folder are removed if their
             names differ only in the number at their end ("step-5", "step-10"). None removes none.
         process_group: the ranks that save; None for the optimizer's, with all replicas, or the default group.
-        timeout: seconds that a wait for another rank may take; None for the process group's, and for 60 s
-            where all ranks wait for each other, and not for the same.
+        timeout: seconds that a wait for another rank may take, as of `ZeroRedundancyOptimizer`.
 
     Raises:
         CheckpointError: on every rank, if any could not write (a full disk, another save to the folder), or
@@ -96,7 +96,7 @@ def save_async(  # noqa: PLR0913 - keyword-only
     extra: object = None,
     keep: int | None = None,
     process_group: dist.ProcessGroup | None = None,
-    timeout: float | None = None,
+    timeout: Timeout = None,
 ) -> "PendingSave":
     """Save a checkpoint in the background; all ranks call, with the arguments of `save`.
 
@@ -193,7 +193,7 @@ def _agree(
     extra: object,
     keep: int | None,
     process_group: dist.ProcessGroup | None,
-    timeout: float | None,
+    timeout: Timeout,
 ) -> Iterator["_Save"]:
     """List what this rank will write, once all ranks agree; the arguments are those of `save`."""
     model, optimizer, *_ = parts

@@ -270,7 +270,7 @@ def make_together(
 
     RemoteRankError on every rank if one could not; it begins with ``what`` and has the first reason.
     """
-    patience = group.works.limit if group.phase.timeout is None else group.phase.timeout
+    patience, _ = group.phase.limits(group.works.limit)
     made: dist.ProcessGroup | None = None
     failure: list[object] | None = None
     try:

@@ -43,7 +43,7 @@ from zero_optim.comm.frames import (
     unframed,
 )
 from zero_optim.comm.records import ActivityScope
-from zero_optim.comm.traffic import Phase, Traffic, broadcast_nbytes, sum_nbytes
+from zero_optim.comm.traffic import Phase, Timeout, Traffic, broadcast_nbytes, sum_nbytes
 from zero_optim.comm.work_log import GroupWorks, log_of
 from zero_optim.comm.works import Work
 from zero_optim.compat import private
@@ -118,7 +118,7 @@ class RankGroup:
     def __deepcopy__(self, memo: object) -> "RankGroup":
         return replace(self, phase=replace(self.phase, traffic=Traffic()))
 
-    def __reduce__(self) -> tuple[Callable[..., "RankGroup"], tuple[list[Tensor], float | None]]:
+    def __reduce__(self) -> tuple[Callable[..., "RankGroup"], tuple[list[Tensor], Timeout]]:
         if self.is_released:
             raise TypeError("a detached optimizer cannot be pickled: save its owned_state() instead")
         if self.process_group is not dist.group.WORLD:
@@ -141,8 +141,8 @@ class RankGroup:
             self._during[phase, is_exposed] = known
         return known
 
-    def within(self, timeout: float | None) -> "RankGroup":
-        """Return a copy with a timeout in seconds; None for the group's."""
+    def within(self, timeout: Timeout) -> "RankGroup":
+        """Return a copy with another timeout."""
         return replace(self, phase=replace(self.phase, timeout=timeout))
 
     def uncounted(self) -> "RankGroup":
@@ -346,5 +346,5 @@ class RankGroup:
         return Pending(works, lambda _: gathered, [gathered])
 
 
-def _default_group(data: list[Tensor], timeout: float | None) -> RankGroup:
+def _default_group(data: list[Tensor], timeout: Timeout) -> RankGroup:
     return RankGroup.of(None, data).within(timeout)

@@ -26,6 +26,9 @@ from dataclasses import dataclass, field
 
 # Of an optimizer, see `ZeroRedundancyOptimizer.metrics`. What is given no other name is counted as "agree".
 PHASES = ("gather", "reduce", "clip", "agree", "state")
+# Seconds of the longest wait, or of that and of a wait of all ranks for each other; None for the group's.
+Timeout = float | tuple[float | None, float] | None
+LONG = 60.0  # seconds of a wait after which a user has begun to wonder; the usual timeout is 30 minutes
 
 
 @dataclass(slots=True)
@@ -92,12 +95,18 @@ _OPEN = _OpenSpans()
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The phase, one of `PHASES`, of traffic and waits; its timeout is in seconds."""
+    """The phase, one of `PHASES`, of traffic and waits."""
 
     traffic: Traffic = field(default_factory=Traffic)
     name: str = "agree"
     is_exposed: bool = True
-    timeout: float | None = None
+    timeout: Timeout = None
+
+    def limits(self, of_group: float) -> tuple[float, float]:
+        """Return the seconds of the longest wait, and of a wait of all ranks for each other."""
+        timeout = self.timeout
+        longest, apart = timeout if isinstance(timeout, tuple) else (timeout, timeout or LONG)
+        return of_group if longest is None else longest, apart
 
     def sent(self, nbytes: int, collectives: int = 1) -> None:
         """Count what is sent."""

@@ -61,7 +61,7 @@ class Work:
     @property
     def timeout(self) -> float:
         """Return its limit; on a device less than the group's, at which PyTorch may end the process."""
-        limit = self.group.limit if self.phase.timeout is None else self.phase.timeout
+        limit, _ = self.phase.limits(self.group.limit)
         return limit if self.late_on is None else min(limit, _BEFORE_PYTORCH * self.group.limit)
 
     @property

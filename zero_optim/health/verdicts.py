@@ -8,8 +8,8 @@ Note [Giving up together]
     raise, and no work begins.
 
     A rank whose step raised where no gather tells the others, and one that waits after a step with a closure,
-    ask a rank beside them. Ranks that wait for each other, each for another thing, give up after `_LONG`,
-    unless the caller gave a ``timeout``.
+    ask a rank beside them. Ranks that wait for each other, each for another thing, give up after that limit
+    of `Phase.limits`.
 """
 
 import logging
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from zero_optim.comm.backends import late_or_closed
 from zero_optim.comm.records import LastStep, Verdict
-from zero_optim.comm.traffic import Phase
+from zero_optim.comm.traffic import LONG, Phase
 from zero_optim.comm.work_log import GroupWorks, WorkLog
 from zero_optim.comm.works import Work
 from zero_optim.compat.threads import start_thread_or_run
@@ -45,8 +45,7 @@ from zero_optim.host.shared_memory import GAVE_UP
 
 EXIT_CODE = 75  # of a process that was ended because a wait took too long: "try again" in sysexits.h
 
-_LONG = 60.0  # seconds of a wait after which a user has begun to wonder; the usual timeout is 30 minutes
-_NEARLY = 0.9  # of that, after which a wait counts as long for the ranks that ask
+_NEARLY = 0.9  # of a long wait, after which it counts as long for the ranks that ask
 _LONGEST_END = 10.0  # seconds that a process may take to end on a busy host, once it has been killed
 # What a rank may be whose process runs. It is asked again for a while.
 _MUTE = (Presence.SILENT, Presence.UNCONNECTED, Presence.CUT_OFF, Presence.UNKNOWN)
@@ -66,6 +65,7 @@ class Complaint(NamedTuple):
     status: Message
     part: Sequence[Any]  # of a mesh, runs of the ranks that it waits for
     seconds: float | None  # None if it failed early
+    long: float  # enough to complain
     timeout: float  # its limit
     error: str
 
@@ -91,9 +91,10 @@ class Verdicts:
             return
         if works.step.closures and seconds >= ANSWER_LIMIT:
             self.judge_step(works)
-        if seconds >= _long(work) and not work.is_warned:
+        long, kind = _long(work)
+        if seconds >= long and not work.is_warned:
             work.is_warned = True
-            self._complain_beside(works, self._complaint(_kind(work), work, seconds))
+            self._complain_beside(works, self._complaint(kind, work, seconds))
 
     def has_failure(self) -> bool:
         """Return whether a step here raised, and other ranks have not heard of it."""
@@ -151,9 +152,10 @@ class Verdicts:
     def _note_look(self, ranks: tuple[int, ...], kind: str) -> None:
         # Ranks that wait for the same complain once, though not at the same moment.
         for work in self._waits(ranks):
-            if work.group.whole == ranks and kind == _kind(work):
+            long, own_kind = _long(work)
+            if work.group.whole == ranks and kind == own_kind:
                 seconds = time.monotonic() - (work.waiting_since or work.started)
-                work.is_warned |= seconds >= _NEARLY * _long(work)
+                work.is_warned |= seconds >= _NEARLY * long
 
     def _status(self, ranks: tuple[int, ...], work: Work | None = None) -> Status:
         return Status.of(ranks, self._waits(ranks) | ({work} if work is not None else set()), self.log)
@@ -162,7 +164,7 @@ class Verdicts:
         works = work.group
         place, waits = works.whole.index(self._directory.rank), work if seconds is not None or error else None
         status, part = asdict(self._status(works.whole, waits)), to_runs(works.ranks)
-        return Complaint(kind, place, status, part, seconds, work.timeout, error)
+        return Complaint(kind, place, status, part, seconds, _long(work)[0], work.timeout, error)
 
     def _complain_beside(self, works: GroupWorks, complaint: Complaint) -> None:
         if (works.whole, complaint.kind) not in self._complaints:
@@ -262,12 +264,10 @@ class Verdicts:
         return works.verdict.error()
 
 
-def _long(work: Work) -> float:
-    return min(_LONG, work.timeout / 2)
-
-
-def _kind(work: Work) -> str:
-    return "odd" if work.phase.timeout is None and _long(work) >= _LONG else "slow"
+def _long(work: Work) -> tuple[float, str]:
+    """Return the seconds after which this rank complains of a wait, and the kind of the complaint."""
+    _, apart = work.phase.limits(work.timeout)
+    return (apart, "odd") if apart < work.timeout else (min(LONG, work.timeout / 2), "slow")
 
 
 def _verdict_of(
@@ -275,7 +275,7 @@ def _verdict_of(
 ) -> Verdict | None:
     """Return the verdict if one is due, ``seconds`` after the rank complained."""
     kind = complaint.kind
-    if kind == "late" or (kind == "odd" and wait_for_each_other(reports, _NEARLY * _LONG)):
+    if kind == "late" or (kind == "odd" and wait_for_each_other(reports, _NEARLY * complaint.long)):
         return _judge(ranks, reports, complaint)
     if complaint.kind != "broken":
         return None

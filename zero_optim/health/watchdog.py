@@ -45,16 +45,21 @@ _GROUP_FOR_ALL = 1024  # up to this number of ranks each one learns all addresse
 
 def check_patience(timeout: object, on_stall: object = "raise") -> None:
     """Raise ValueError for a wrong ``timeout`` or ``on_stall``."""
-    if timeout is not None and (type(timeout) not in (int, float) or not timeout > 0):  # type: ignore[operator]
-        raise ValueError(f"expected timeout to be a number of seconds above 0, or None, got {timeout!r}")
+    if not _fits(timeout):
+        raise ValueError(f"expected timeout to be seconds above 0, None, or a pair of these, got {timeout!r}")
     if on_stall not in get_args(OnStall):
         raise ValueError(f'expected on_stall to be "raise" or "exit", got {on_stall!r}')
 
 
-def patient(group: RankGroup, timeout: object) -> RankGroup:
+def _fits(timeout: Any) -> bool:  # noqa: ANN401 - the user's
+    longest, apart = timeout if type(timeout) is tuple and len(timeout) == 2 else (timeout, 1)
+    numbers = [apart] if longest is None else [longest, apart]
+    return all(type(number) in (int, float) and number > 0 for number in numbers)
+
+
+def patient(group: RankGroup, timeout: Any) -> RankGroup:  # noqa: ANN401 - the user's
     """Return the same ranks with ``timeout``, unless it is wrong."""
-    fits = type(timeout) in (int, float) and timeout > 0  # type: ignore[operator]
-    return group.within(float(timeout)) if fits else group  # type: ignore[arg-type]
+    return group if timeout is None or not _fits(timeout) else group.within(timeout)
 
 
 def watch(user: object, group: RankGroup, on_stall: object = "raise") -> None:
@@ -155,7 +160,7 @@ class Watchdog:
                 finalizer.atexit = False
                 self._users[user] = finalizer
         self._verdicts.exits |= on_stall == "exit"
-        limit = group.works.limit if group.phase.timeout is None else group.phase.timeout
+        limit = min(group.phase.limits(group.works.limit))
         self._interval = min(self._interval, max(limit / 20, 0.05))
         self._listener.wake()
         return True

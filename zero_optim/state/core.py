@@ -177,7 +177,7 @@ class Core:
 
     def show_state(self) -> None:
         """Point ``state`` to the present state."""
-        self.state = self.owned.show(self.engine.under_way.wait)
+        self.state = self.owned.show(self.engine.under_way.wait, self.sharding.pieces)
 
     def follow_state(self) -> None:
         """Take over a mapping that the user or the class assigned to ``state``; raises as `own_state`."""

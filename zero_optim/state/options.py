@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_optim.comm.agreement import check_flags
+from zero_optim.comm.traffic import Timeout
 from zero_optim.dtensor.placement import Chunks
 from zero_optim.health.watchdog import check_patience
 from zero_optim.plan.costs import Cost, CostName, cost_named
@@ -27,6 +28,11 @@ KEPT_WHOLE = "cuts=False"  # why a parameter is not cut, if the user wants it so
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Suggest the known name that is most like another, as the end of a sentence; empty without one."""
+    return "".join(f": did you mean {near}?" for near in get_close_matches(name, list(known), 1, cutoff))
+
+
 @dataclass(frozen=True, slots=True)
 class ShardingOptions:
     """The arguments of `ZeroRedundancyOptimizer`, without parameters and class; unchecked."""
@@ -39,7 +45,7 @@ class ShardingOptions:
     cost: CostName | Cost
     master_dtype: torch.dtype | None
     ema_decay: float | None
-    timeout: float | None = None
+    timeout: Timeout = None
     on_stall: str = "raise"
     own_options: Sequence[str] = ()
     allow_unsaved: bool = False
@@ -63,10 +69,9 @@ class ShardingOptions:
         except (TypeError, ValueError):  # of C
             return
         takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
-        for name in () if takes_any else spec.arguments:
-            near = get_close_matches(name, [option.name for option in fields(self)], 1, 0.75)
-            if near and name not in known:
-                raise TypeError(f"{spec.name} takes no argument '{name}': did you mean {near[0]}?")
+        for name in [each for each in spec.arguments if each not in known and not takes_any]:
+            if near := did_you_mean(name, [option.name for option in fields(self)], 0.75):
+                raise TypeError(f"{spec.name} takes no argument '{name}'{near}")
 
     def check_rows(self) -> None:
         """Refuse options that parameters kept as rows do not support."""

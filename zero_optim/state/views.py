@@ -96,8 +96,8 @@ def local_view(core: Core) -> Optimizer | OptimizerView:
     optimizers, groups = core.owned.local.shown()
     if len(optimizers) > 1:
         return OptimizerView(optimizers, groups, core.state)
-    local: Any = optimizers[0]
-    return local if local.state is core.state else LocalView(local, core.state)  # type: ignore[return-value]
+    is_by_param = not (core.owned.leaves.separate or core.owned.average.averages)
+    return optimizers[0] if is_by_param else LocalView(optimizers[0], core.state)  # type: ignore[return-value]
 
 
 def partition(core: Core) -> list[list[ParamGroup]]:

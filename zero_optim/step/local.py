@@ -297,8 +297,8 @@ class LocalOptimizer:
 
     def number_of(self, leaf: object) -> int:
         """Return the index in `states` of a leaf's optimizer; 0 if none."""
-        members = ({id(each) for each in params_of(built.optimizer.param_groups)} for built in self._built)
-        return next((number for number, ids in enumerate(members) if id(leaf) in ids), 0)
+        others = (map(id, params_of(built.optimizer.param_groups)) for built in self._built[1:])
+        return next((number for number, ids in enumerate(others, 1) if id(leaf) in ids), 0)
 
     def initial_state(self, groups: list[ParamGroup]) -> dict[Any, Any]:
         """Return the state of fresh optimizers over all of ``groups``; most classes have none."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from zero_optim.comm.agreement import answering_together, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.groups import ParamGroup
-from zero_optim.plan.pieces import Piece
+from zero_optim.plan.pieces import Piece, Pieces
 from zero_optim.step.averages import EMA, WeightAverage
 from zero_optim.step.leaves import MASTER, Leaves
 from zero_optim.step.local import LocalOptimizer
@@ -46,12 +46,12 @@ class OwnedState:
         """Release the process group; no communication."""
         self._group = self._group.release()
 
-    def show(self, wait: Callable[[], None]) -> MutableMapping[Any, Any]:
+    def show(self, wait: Callable[[], None], pieces: Mapping[Tensor, Pieces]) -> MutableMapping[Any, Any]:
         """Return the class's dict if it has all state, else a view; ``wait`` runs before a write to it."""
-        states = self.local.states
+        states, has_all = self.local.states, len(pieces) == len(self.leaves.owned)
         shown: MutableMapping[Any, Any] = states[0]
-        if len(states) > 1 or self.leaves.separate or self.average.averages:
-            shown = OwnedStateView(states, self.local, self.leaves, self.average, wait)
+        if not has_all or len(states) > 1 or self.leaves.separate or self.average.averages:
+            shown = OwnedStateView(states, self.local, self.leaves, self.average, wait, pieces)
         self.shown = shown
         return shown
 

@@ -1,7 +1,7 @@
 """``optimizer.state`` as users read and write it: by parameter, with masters and averages.
 
 Note [Writes to the state]
-    Scripts clear, fill, move or replace ``optimizer.state``. If local optimizers step the parameters
+    Scripts clear, fill, move or replace ``optimizer.state``. If one local optimizer steps all parameters
     themselves, it is the class's dict, else an `OwnedStateView` that writes to it under the leaf. Clearing
     restarts masters and averages from the parameter's value; setting a master sets the parameter, which would
     win at the next step.
@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zero_optim.plan.pieces import Pieces, owned_by_text
 from zero_optim.step.averages import EMA, WeightAverage
 from zero_optim.step.leaves import MASTER, Leaves
 from zero_optim.step.local import LocalOptimizer
@@ -56,9 +57,13 @@ class _View(MutableMapping[Any, Any]):
     def __repr__(self) -> str:
         return repr(dict(self))
 
+    def __reduce__(self) -> tuple[type[dict[Any, Any]], tuple[dict[Any, Any]]]:
+        """Copy and pickle as a dict of no optimizer."""
+        return dict, (dict(self),)
+
 
 class OwnedEntries(_View):
-    """One parameter's class entries, then master and average; constructed from a mapping, a plain mapping."""
+    """One parameter's class entries, then master and average; of other ``owners`` none; or just a mapping."""
 
     def __init__(
         self,
@@ -68,9 +73,10 @@ class OwnedEntries(_View):
         leaf: Any = None,  # noqa: ANN401 - the key in ``state``
         param: Any = None,  # noqa: ANN401 - whose master and average are beside
         beside: Sequence[_Beside] = (),
+        owners: Pieces = (),
     ) -> None:
         self._state = {None: dict(entries or {})} if state is None else state
-        self._key, self._param = leaf, param
+        self._key, self._param, self._owners = leaf, param, owners
         self._beside = {each.name: each for each in beside}
 
     @property
@@ -80,7 +86,14 @@ class OwnedEntries(_View):
         return own
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - whatever the class keeps
-        return self._beside[name].shown(self._param) if name in self._beside else self._own[name]
+        if name in self._beside:
+            return self._beside[name].shown(self._param)
+        if self._owners and name not in self._own:
+            raise KeyError(
+                f"no {name!r} on this rank: the parameter of shape {tuple(self._param.shape)} is "
+                f"{owned_by_text(self._owners)}. Read it there, or by consolidate_state_dict() on all ranks"
+            )
+        return self._own[name]
 
     def __setitem__(self, name: str, value: object) -> None:
         if name in self._beside:
@@ -106,13 +119,9 @@ class OwnedEntries(_View):
             each.load(self._param, {})
         self._own.clear()
 
-    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
-        """Copy and pickle as a dict of no optimizer."""
-        return dict, (dict(self),)
-
 
 class OwnedStateView(_View):
-    """The state by parameter, if leaves differ from parameters; writes reach the optimizers' dicts."""
+    """The state by parameter, where the class's dict is not all of it; writes reach the optimizers' dicts."""
 
     def __init__(
         self,
@@ -121,8 +130,10 @@ class OwnedStateView(_View):
         leaves: Leaves,
         average: WeightAverage,
         wait: Callable[[], None],
+        pieces: Mapping[Tensor, Pieces],
     ) -> None:
         self._states = list(states)
+        self._pieces = pieces  # of all parameters
         self._local = local
         self._leaves = leaves
         self._average = average
@@ -139,7 +150,7 @@ class OwnedStateView(_View):
     def over_new_states(self, state: Mapping[Any, Any]) -> list[dict[Any, Any]]:
         """Return new states from a mapping that replaces this view, masters and averages included."""
         states: list[dict[Any, Any]] = [defaultdict(dict) for _ in self._states]
-        view = OwnedStateView(states, self._local, self._leaves, self._average, self._wait)
+        view = OwnedStateView(states, self._local, self._leaves, self._average, self._wait, self._pieces)
         for key, value in state.items():
             view[key] = value
         for param in [param for param in view._kept_beside() if param not in state]:
@@ -172,10 +183,11 @@ class OwnedStateView(_View):
 
     def __getitem__(self, key: Any) -> Any:  # noqa: ANN401 - whatever the class keeps
         place, beside = self._place(key), self._beside(key)
+        owners = () if key in self._leaves.owned else self._pieces.get(key, ())
         home = self._home(place)
-        if not beside:
+        if not beside and not owners:
             return home[place]
-        return OwnedEntries(state=home, leaf=place, param=key, beside=beside)
+        return OwnedEntries(state=home, leaf=place, param=key, beside=beside, owners=owners)
 
     def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401 - whatever the class keeps
         place, beside = self._place(key), self._beside(key)
