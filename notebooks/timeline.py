@@ -105,7 +105,7 @@ def draw(pictures: Sequence[tuple[str, Sequence[Span]]], path: Path) -> None:
     """Draw titled iterations below each other on one time axis, into a PNG file."""
     from matplotlib.figure import Figure  # without pyplot it needs no display
 
-    figure = Figure(figsize=(10, 0.6 + 1.9 * len(pictures)), layout="constrained")
+    figure = Figure(figsize=(10, 0.8 + 1.9 * len(pictures)), layout="constrained")
     axes = figure.subplots(len(pictures), 1, sharex=True, squeeze=False)
     for (title, spans), axis in zip(pictures, axes[:, 0], strict=True):
         for place, row in enumerate(_NAMES):
@@ -121,5 +121,8 @@ def draw(pictures: Sequence[tuple[str, Sequence[Span]]], path: Path) -> None:
         axis.invert_yaxis()
         axis.set_title(title, loc="left", fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[-1, 0].set_xlabel("ms; the dotted line is where the last gradient was computed")
+    axes[-1, 0].set_xlabel(
+        "ms on one rank. Dotted: where the last gradient was computed.\n"
+        "A gather without a step before it is of a bucket that other ranks own: this rank only receives."
+    )
     figure.savefig(path, dpi=130)

@@ -38,7 +38,7 @@ def picture() -> str:
     rows = [["recipe", *(moment.value for moment in Moment)]]
     for name, schedule in RECIPES.items():
         rows.append([name, *(", ".join(each.value for each in schedule[moment]) for moment in Moment)])
-    widths = [max(12, *(len(row[at]) for row in rows[1:])) for at in range(len(rows[0]))]
+    widths = [min(18, max(9, *(len(row[at]) for row in rows[1:]))) for at in range(len(rows[0]))]
     lines: list[str] = []
     for row in rows:
         cells = [wrap(text, width) for text, width in zip(row, widths, strict=True)]

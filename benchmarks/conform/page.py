@@ -21,9 +21,13 @@ HEAD = """# Optimizer classes in every system
 Which library trains which optimizer class right, in which loop; which refuses it; and which ends with other
 weights and no error, with a script for each cause.
 
-Made by `python benchmarks/conformance.py`. Do not edit. Each cell trains one class in one loop and one
-system for 8 updates on two ranks (CPU, gloo), with other inputs on each rank. Its parameters are compared
-with those of the unsharded class on the mean of the same gradients. {versions}
+```
+python benchmarks/conformance.py  # makes this page; do not edit it
+```
+
+Each cell trains one class in one loop and one system for 8 updates on two ranks (CPU, gloo), with other
+inputs on each rank. Its parameters are compared with those of the unsharded class on the mean of the same
+gradients. {versions}
 
 {extent}
 

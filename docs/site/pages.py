@@ -83,7 +83,9 @@ def notebook_pages(path: Path, name: str) -> dict[str, str | bytes]:
                 files[f"notebooks/{picture}"] = base64.b64decode(data["image/png"])
                 parts.append(f"![what the cell above draws]({picture})")
             else:
-                parts.append(fenced("text", "".join(output.get("text", data.get("text/plain", "")))))
+                parts.append(
+                    fenced("{.text .printed}", "".join(output.get("text", data.get("text/plain", ""))))
+                )
     return {f"{name}.md": "\n\n".join(parts), **files}
 
 
