@@ -100,9 +100,8 @@ def train_beside(
 
 
 def assert_equal(model: nn.Module, twin: nn.Module, when: str = "") -> None:
-    others = dict(twin.named_parameters())
-    for name, param in model.named_parameters():
-        assert torch.equal(whole(param), others[name]), f"{name} differs {when}"
+    for (name, param), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(whole(param), other), f"{name} differs {when}"
 
 
 def pair(

@@ -66,6 +66,9 @@ def test_parameters_moved_between_groups_or_taken_out_count_as_in_torch() -> Non
         ValueError, match=r"2 of group 0 .* has no owner: add parameters with add_param_group"
     ):
         sharded.step()
+    sharded.param_groups[0]["params"][-1] = sharded.param_groups[1]["params"][0]
+    with pytest.raises(ValueError, match=r"each parameter once in the groups, got parameter 0 of group 1"):
+        sharded.step()
 
 
 @on_ranks(2)

@@ -83,6 +83,27 @@ def test_activations_are_computed_again() -> None:
     train_beside(*pair(make, torch.optim.Adafactor, lr=0.05), run=learn)
 
 
+# torch.compile warns of its own innards here and there.
+@on_ranks(2, timeout=600)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+@BOTH
+def test_blocks_or_the_model_are_compiled(name: str) -> None:
+    optimizer_class, options = CLASSES[name]
+    for is_whole in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()  # of other tests in these processes
+        model, twin = built(Gpt), built(Gpt)
+        for block in () if is_whole else model.layers:
+            block.compile(backend="aot_eager")
+        shard(model)
+        if is_whole:
+            model.compile(backend="aot_eager")
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **options)
+        train_beside(model, twin, optimizer, optimizer_class(twin.parameters(), **options), range(3), learn)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 @on_ranks(2)
 @BOTH
 def test_gradients_are_accumulated_without_sync(name: str) -> None:

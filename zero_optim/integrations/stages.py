@@ -34,8 +34,8 @@ def inner(optimizer: Any) -> ZeroRedundancyOptimizer:
 
 
 def consolidate(optimizer: Any, *, everywhere: bool) -> None:
-    """Bring a sharded optimizer's whole state to rank 0, or to all ranks; all call. Others are left alone."""
-    if is_ours(optimizer):
+    """Bring a sharded optimizer's whole state to rank 0, or to all; all call. Others and DTensors stay."""
+    if is_ours(optimizer) and not inner(optimizer).core.inputs.held:
         inner(optimizer).consolidate_state_dict(to=None if everywhere else 0)
 
 

@@ -193,11 +193,14 @@ class Sharding:
         return buckets
 
     def check_owned(self, groups: Sequence[ParamGroup]) -> None:
-        """Raise ValueError for a parameter that was added without ``add_param_group()``."""
-        for index, param in enumerate(params_of(groups)):
+        """Raise ValueError for a parameter that came without ``add_param_group()``, or is there twice."""
+        seen: set[Tensor] = set()
+        for param, name in zip(params_of(groups), param_names(groups), strict=True):
             if param not in self.pieces:
-                name = param_names(groups)[index]
                 raise ValueError(_NO_OWNER.format(name))
+            if param in seen:
+                raise ValueError(f"expected each parameter once in the groups, got {name} again")
+            seen.add(param)
 
 
 def _nbytes(cap_mb: float) -> int:
