@@ -58,11 +58,11 @@ def test_slices_on_hosts_share_each_element_with_rows_once(rows: tuple[int, ...]
 def test_what_is_gathered_by_stripes_is_the_bucket(rows: tuple[int, ...]) -> None:
     stripes, total = stripes_of(Slices(0, rows), 2), sum(rows)
     flat = torch.arange(max(total, sum(stripes.parts)))
-    parts = [list(torch.split(flat, list(stripes.parts)))[number::2] for number in range(2)]
+    parts = [list(torch.split(flat, [*stripes.parts]))[number::2] for number in range(2)]
     assert torch.equal(stripes.packed(flat), torch.cat([*parts[0], *parts[1]]))
     gathered = torch.full((2, sum(stripes.lengths)), -1)
     for number in range(2):
-        places = torch.split(gathered[number], list(stripes.lengths))
+        places = torch.split(gathered[number], stripes.lengths)
         for place, part in zip(places, parts[number], strict=True):
             place[: len(part)] = part
     got = torch.full_like(flat, -1)

@@ -174,8 +174,9 @@ def crossing(hosts: int, here: int, buckets: list[list[int]]) -> list[int]:
 @pytest.mark.parametrize(("hosts", "here"), [(2, 8), (4, 4)])
 def test_a_host_sends_each_byte_once(hosts: int, here: int) -> None:
     size = hosts * here
-    few = [[4000 * (0 <= (rank - 5 * number) % size < 5) for rank in range(size)] for number in range(size)]
-    one = [[9000 * (rank == number) for rank in range(size)] for number in range(size)]
+    firsts = range(0, size, here // 2)  # so that hosts own as much
+    few = [[4000 * (0 <= (rank - first) % size < 5) for rank in range(size)] for first in firsts]
+    one = [[9000 * (rank == first) for rank in range(size)] for first in firsts]
     for buckets in ([[2000] * size], [[2000 - rank % 2 for rank in range(size)]], few, one):
         nbytes = 4 * sum(map(sum, buckets))
         for sent in crossing(hosts, here, buckets):

@@ -143,7 +143,7 @@ def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
         sent, levels, slices = len(rows), core.group.levels(param.device), bucket.slices
         if slices is not None:
             on_hosts = None if levels is None else stripes_of(slices, levels.inside.size)
-            sent = 2 - slices.is_even if on_hosts is None else 2 + (on_hosts.parts != slices.rows)
+            sent = 2 - slices.is_even if on_hosts is None else 3 - on_hosts.is_direct
         yield f"bucket: {text}{'' if active else ', frozen'}", uneven, sent * active
 
 

@@ -127,22 +127,21 @@ def _start_by_hosts(
     inside, across, stripes = levels.inside, levels.across, stripes_of(rows, levels.inside.size)
     nbytes, (in_rows, in_slices) = 0, stripes.splits
     with levels.starting(group, about, flat) as work:
-        part, parts = stripes.packed(flat), stripes.parts
-        by_number = [sum(parts[number :: inside.size]) for number in range(inside.size)]
-        for ranks, lengths in (inside, by_number), (across, parts[inside.rank :: inside.size]):
+        part = stripes.packed(flat)
+        for ranks, lengths in zip((inside, across), stripes.sent, strict=True):
             length = lengths[ranks.rank]
             came, total = part.new_empty(ranks.size * length), part.new_empty(length)
             start_all_to_all(ranks, part, lengths, came, [length] * ranks.size).wait()
             _add_at_once(came.view(ranks.size, length), total)
             nbytes += part.nbytes - total.nbytes
             part = total
-        if parts != rows.rows:
+        if not stripes.is_direct:
             total = flat.new_empty(sum(in_slices)) if into is None else into
             start_all_to_all(group, part[: sum(in_rows)], in_rows, total, in_slices).wait()
             nbytes += part.element_size() * (sum(in_rows) - in_rows[group.rank])
         elif into is not None:
             total = into.copy_(part)
-    group.phase.sent(nbytes, 2 + (stripes.parts != rows.rows))
+    group.phase.sent(nbytes, 3 - stripes.is_direct)
     return Pending([work], lambda _: total, [flat, total])
 
 

@@ -138,9 +138,9 @@ def _gather_by_hosts(group: RankGroup, levels: Levels, flat: Tensor, rows: Slice
     with levels.starting(group, about, flat) as work:
         whole = flat.new_empty(inside.size * sum(stripes.lengths))
         stripe = whole.view(inside.size, sum(stripes.lengths))[inside.rank]
-        by_host = torch.split(stripe, [*stripes.lengths])
+        by_host = torch.split(stripe, stripes.lengths)
         mine = by_host[across.rank]
-        if stripes.parts == rows.rows:
+        if stripes.is_direct:
             mine[: in_slices[group.rank]].copy_(rows.row(flat))
         else:
             start_all_to_all(group, rows.row(flat), in_slices, mine[: sum(in_rows)], in_rows).wait()
@@ -153,7 +153,7 @@ def _gather_by_hosts(group: RankGroup, levels: Levels, flat: Tensor, rows: Slice
         stripes.unpack(whole, flat)
     nbytes = flat.element_size() * (sum(in_slices) - in_slices[group.rank])
     nbytes += (across.size - 1) * own.nbytes + (inside.size - 1) * octets.nbytes
-    group.phase.sent(nbytes, 2 + (stripes.parts != rows.rows))
+    group.phase.sent(nbytes, 3 - stripes.is_direct)
     return work
 
 

@@ -93,10 +93,21 @@ class Stripes(Slices):
         return tuple(chain.from_iterable(Slices(0, host).parts for host in hosts))
 
     @cached_property
-    def lengths(self) -> tuple[int, ...]:
+    def is_direct(self) -> bool:
+        """Whether slices are the rows."""
+        return self.parts == self.rows
+
+    @cached_property
+    def sent(self) -> tuple[list[int], list[int]]:
+        """What this rank sends of a bucket to each rank of its host, and of its stripe to each host."""
+        stripes = [self.parts[number :: self.here] for number in range(self.here)]
+        return [*map(sum, stripes)], [*stripes[self.rank % self.here]]
+
+    @cached_property
+    def lengths(self) -> list[int]:
         """The length of a slice on each host, as it is gathered: with padding."""
         hosts = self._by_host(self.parts)
-        return tuple(map(max, [self.parts] * len(hosts) if self.parts == self.rows else hosts))
+        return [max(self.parts)] * len(hosts) if self.is_direct else [*map(max, hosts)]
 
     @cached_property
     def _grid(self) -> tuple[int, int, int] | None:
