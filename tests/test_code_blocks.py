@@ -37,7 +37,7 @@ PARTS = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 NOT_RUN = {
-    "needs Lightning": 1, "needs transformers": 2, "needs accelerate": 1, "needs mmengine": 1, "needs Ray": 1,
+    "needs Lightning": 1, "needs transformers": 2, "needs accelerate": 2, "needs mmengine": 1, "needs Ray": 1,
     "needs timm": 1, "needs DeepSpeed": 1, "needs FairScale": 1, "needs CUDA": 1,
     "needs TensorBoard": 1, "needs W&B": 1,
 }  # fmt: skip

@@ -25,7 +25,7 @@ from training import assert_same_bits
 from waiting import wait_until
 from worlds import leave, world
 from zero_optim.comm import agreement
-from zero_optim.comm.agreement import find_memory
+from zero_optim.comm.agreement import find_hosts
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.comm.sending import spread_rows
@@ -350,7 +350,7 @@ def num_open() -> int:
 def use(group: dist.ProcessGroup | None, number: int) -> None:
     """Sum in memory; of every second group rank 0 then starts a call in which no other takes part."""
     ranks = RankGroup.of(group)
-    find_memory(ranks)
+    find_hosts(ranks)
     total = torch.ones(2**20)
     ranks.start_sum(total).wait()
     assert taken()

@@ -4,10 +4,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from zero_optim.comm.collectives import RankGroup
 from zero_optim.flow.schedule import Moment, Operation, Placement
 from zero_optim.plan.cuts import MIN_ROW_NBYTES, TOLERANCE, row_nbytes
 from zero_optim.plan.groups import param_names
 from zero_optim.plan.pieces import numel_of
+from zero_optim.plan.slices import stripes_of
 from zero_optim.probe.traits import Traits
 from zero_optim.state.core import Core
 from zero_optim.state.options import KEPT_WHOLE
@@ -37,6 +39,7 @@ class Explanation:
     cuts: tuple[str, ...]  # a line for each cut parameter, and for each uneven bucket the reason
     collectives_per_step: int  # that move rows in a step; none in a group of one
     transport: str  # of CPU tensors: "memory", or "sockets" and why, see `share_host_memory`; else ""
+    hosts: str = ""  # of several hosts, whether sums and gathers go in two levels, and why not
 
     @property
     def balance(self) -> float:
@@ -52,6 +55,7 @@ class Explanation:
         through = f", through {self.transport}" if self.transport else ""
         collectives = f"{self.collectives_per_step} collectives a step{through}"
         lines.append(f"balance: fullest rank / mean = {self.balance:.3f}; {collectives}")
+        lines += [self.hosts] * bool(self.hosts)
         more = [f"and {len(self.cuts) - 20} more lines in `cuts`"] if len(self.cuts) > 20 else []
         return "\n".join([*lines, *self.buckets, *self.cuts[:20], *more, *self.traits])
 
@@ -80,6 +84,7 @@ def explain(core: Core) -> Explanation:
             cuts=(*cuts, *filter(None, uneven)),
             collectives_per_step=sum(num_sent) if group.size > 1 else 0,
             transport=transport,
+            hosts=_hosts_text(group),
         )
 
 
@@ -89,6 +94,18 @@ def summary(core: Core) -> str:
     owned = f"owns {len(core.own_params())} of {len(core.params)} parameters"
     ranks = f"rank {core.ranks.rank} of {core.ranks.size}"
     return f"{names}, {ranks}, {owned}, {core.state_nbytes():,} bytes of state"
+
+
+def _hosts_text(group: RankGroup) -> str:
+    works, device = group.works, (*group.data_devices, group.device)[0]
+    if (met := works.met) is None or len(met.hosts) == 1:
+        return ""
+    if group.shared_memory(device) is not None or group.levels(device) is not None:
+        each = f"{len(met.hosts)} hosts of {len(met.hosts[0])} ranks"
+        return f"{each}: sums go inside a host, then across, gathers back; what crosses does so once"
+    is_gloo = group.transport(device).shares_host_memory
+    why = met.why_one_level or (works.why_no_memory if is_gloo else "the ranks of a host do not adjoin")
+    return f"sums and gathers go between all ranks at once: {why}"
 
 
 def _holding(core: Core) -> RankHolding:
@@ -125,7 +142,10 @@ def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
         if active and fullest - mean > least:
             why = why or "it has no rows that could be shared out evenly"
             uneven = f"not cut: {text}; the fullest rank sends {fullest / mean:.1f} x the mean ({why})"
-        sent = len(rows) if bucket.slices is None else 2 - bucket.slices.is_even
+        sent, levels, slices = len(rows), core.group.levels(param.device), bucket.slices
+        if slices is not None:
+            on_hosts = None if levels is None else stripes_of(slices, levels.inside.size)
+            sent = 2 - slices.is_even if on_hosts is None else 3 - on_hosts.is_direct
         yield f"bucket: {text}{'' if active else ', frozen'}", uneven, sent * active
 
 

@@ -15,10 +15,12 @@ from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-from zero_optim.comm.backends import ON_HOST, late_or_closed
+from zero_optim.comm.backends import ON_HOST, backend_for, late_or_closed
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import SHORT, ranks_by_value, ranks_text, values_text
+from zero_optim.comm.sending import Levels
 from zero_optim.compat.autograd import make_group, timeout_of
+from zero_optim.compat.streams import StreamBeside
 from zero_optim.errors import (
     CheckpointError,
     NotConsolidatedError,
@@ -29,7 +31,7 @@ from zero_optim.errors import (
     mark_remote,
     message_of,
 )
-from zero_optim.host.meeting import open_shared_memory
+from zero_optim.host.meeting import Met, open_shared_memory
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -126,7 +128,7 @@ def gather_reports(group: RankGroup, report: T | None) -> dict[int, T]:
 def agree(group: RankGroup, items: Sequence[str], what: str, hints: Mapping[str, str] | None = None) -> None:
     """Raise RankMismatchError on all ranks unless items are equal; ``hints`` are by an item's first word."""
     _compare(group, items, what, hints)
-    find_memory(group)
+    find_hosts(group)
 
 
 @dataclass(slots=True)
@@ -151,7 +153,7 @@ def agreeing(group: RankGroup, what: str, hints: Mapping[str, str] | None = None
         yield agreed
     _compare(group, agreed.items, what, hints, [each[:_DIGEST_NBYTES] for each in ballot.payloads])
     agreed.differs = len(set(ballot.payloads)) > 1
-    find_memory(group)
+    find_hosts(group)
 
 
 def _digest(items: Sequence[str]) -> bytes:
@@ -241,26 +243,36 @@ def take_group(process_group: object, data: object = None) -> RankGroup:
     return raise_together(TypeError(wrong))
 
 
-def find_memory(group: RankGroup) -> None:
-    """Find out whether ranks share memory, unless that is off. All ranks call; communicates once."""
-    works, on_cpu = group.works, group.transport(torch.device("cpu"))
-    if works.why_no_memory is not None or not works.log.shares_memory or group.size == 1:
-        return
-    if not on_cpu.shares_host_memory:
-        works.why_no_memory = "the process group has another backend than gloo"
+def find_hosts(group: RankGroup) -> None:
+    """Find out once which ranks share a host, and how these send. All ranks call; communicates once."""
+    works, transports = group.works, {kind: group.transport(torch.device(kind)) for kind in group.backends}
+    others = {kind: each.name for kind, each in transports.items() if not each.shares_host_memory}
+    if group.size == 1 or not (others or works.log.shares_memory):
         return
 
-    def connect(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-        what = "no process group could be made across the hosts"
-        process_group = make_together(group, [works.ranks[rank] for rank in ranks], on_cpu.name, name, what)
-        works.beside = RankGroup.of(process_group).works
-        return process_group
+    def connect(ranks: Sequence[int], name: str, backend: str = ON_HOST) -> dist.ProcessGroup:
+        what = "no process group could be made inside the hosts, or across"
+        some = make_together(group, [works.ranks[rank] for rank in ranks], backend, name, what)
+        works.beside.append(RankGroup.of(some).works)
+        return some
 
-    works.memory, works.why_no_memory = open_shared_memory(
-        group.rank, works.limit, group.all_gather_json, connect
-    )
-    if works.memory is None:
-        logger.debug("ranks %s send through sockets: %s", ranks_text(works.ranks), works.why_no_memory)
+    if works.met is None:
+        met = works.met = Met.by(group.all_gather_json)
+        works.why_no_memory = met.why_not or met.why_one_level or None
+        if not group.transport(torch.device("cpu")).shares_host_memory:
+            works.why_no_memory = "the process group has another backend than gloo"
+        adjoin = [rank for here in met.hosts for rank in here] == [*range(group.size)]
+        if others and adjoin and len(met.hosts) > 1 and not met.why_one_level:
+            (host, number), backend = divmod(group.rank, len(met.hosts[0])), backend_for(others, ())
+            inside = connect(met.hosts[host], f"{met.name}:inside {host}", backend)
+            across = connect([here[number] for here in met.hosts], f"{met.name}:across {number}", backend)
+            works.levels = Levels(RankGroup.of(inside), RankGroup.of(across), StreamBeside())
+    if works.why_no_memory is None and works.memory is None and works.log.shares_memory:
+        works.memory, works.why_no_memory = open_shared_memory(
+            group.rank, works.met.hosts, works.limit, group.all_gather_json, connect
+        )
+        if works.memory is None:
+            logger.debug("ranks %s send through sockets: %s", ranks_text(works.ranks), works.why_no_memory)
 
 
 def make_together(
@@ -303,7 +315,7 @@ def share_host_memory(shares: bool = True) -> bool:
         check_flags(shares=shares)
     _compare(world, [f"shares={shares}"], "share_host_memory()")
     world.works.log.shares_memory = shares
-    find_memory(world)
+    find_hosts(world)
     shared = world.shared_memory(torch.device("cpu")) is not None
     if shares and not shared and world.size > 1:
         why = world.works.why_no_memory

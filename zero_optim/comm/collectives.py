@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,9 @@ from zero_optim.errors import RankMismatchError, RemoteRankError, StalledError
 from zero_optim.flow.pending import Pending, Waitable
 from zero_optim.host.messages import OneHost, can_sum
 from zero_optim.host.several_hosts import SeveralHosts
+
+if TYPE_CHECKING:
+    from zero_optim.comm.sending import Levels
 
 RELEASED = (
     "detach() has released the process group: call rebind() on all ranks of a new one. Create again what "
@@ -182,6 +185,10 @@ class RankGroup:
         """Return `shared_memory` of ranks that are all on one host."""
         return memory if isinstance(memory := self.shared_memory(device), OneHost) else None
 
+    def levels(self, device: torch.device) -> "Levels | None":
+        """Return the groups inside hosts and across, where a device's tensors go through these."""
+        return None if self.transport(device).shares_host_memory else self.works.levels
+
     def begin_work(
         self, about: str = "", device: torch.device | None = None, *, runs_hook: bool = False
     ) -> Work:
@@ -224,14 +231,14 @@ class RankGroup:
         self, work: Work, device: torch.device, slices: _Slices, rows: Sequence[_Row]
     ) -> list[Waitable]:
         with work.starting():
-            handles = self._start(device, slices, rows)
+            handles = self.start(device, slices, rows)
         is_tree, size, rank = self.transport(device).is_tree, self.size, self.rank
         counts = (broadcast_nbytes(r.nbytes, (rank - o) % size, size, is_tree=is_tree) for o, r in rows)
         self.phase.sent(sum(counts) + sum(flat.nbytes - mine.nbytes for flat, mine in slices), len(handles))
         return [work.take(*handles)]
 
-    def _start(self, device: torch.device, slices: _Slices, rows: Iterable[_Row]) -> list[dist.Work]:
-        """Start all-gathers and broadcasts, as one where the backend can."""
+    def start(self, device: torch.device, slices: _Slices, rows: Iterable[_Row]) -> list[dist.Work]:
+        """Start all-gathers and broadcasts of bytes, as one where the backend can; for a `Work` of theirs."""
         starts = [partial(self._gather_into, *each) for each in slices]
         starts += [partial(self._broadcast, row, owner) for owner, row in rows]
         if len(starts) < 2 or not coalesces(self.process_group, device):

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.comm.agreement import find_memory, make_together
+from zero_optim.comm.agreement import find_hosts, make_together
 from zero_optim.comm.backends import TRANSPORTS, Transport
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.autograd import timeout_of
@@ -121,7 +121,7 @@ def lease(group: RankGroup, number: int, backend: str) -> Lease:
         for index in range(number - len(chosen)):
             name = f"zero_optim:{everyone[0]['token']}:{index}"
             pool.lanes[name] = _new_group(group, backend, name)
-            find_memory(RankGroup.of(pool.lanes[name]).within(group.phase.timeout))
+            find_hosts(RankGroup.of(pool.lanes[name]).within(group.phase.timeout))
             offered[name] = None
             chosen.append(name)
         for name in chosen:

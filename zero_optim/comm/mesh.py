@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_optim.comm.agreement import agree, failing_together, find_memory, make_together
+from zero_optim.comm.agreement import agree, failing_together, find_hosts, make_together
 from zero_optim.comm.collectives import RankGroup
 
 _Table = list[list[int]]  # global ranks, by replica
@@ -35,7 +35,7 @@ class RankMesh:
         if mesh is None or table is None or len(table) == 1:
             return None
         across = replace(RankGroup.of(mesh.get_group(0), owners.data_devices), phase=owners.phase)
-        find_memory(across)
+        find_hosts(across)
         everyone = _make_everyone(sorted(rank for row in table for rank in row), owners, across)
         for part in (owners, across):
             part.works.log.wholes[part.works.ranks] = everyone.works.ranks

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.sending import Lanes, exchange, next_tag
+from zero_optim.comm.sending import Lanes, Levels, exchange, next_tag, start_all_to_all
 from zero_optim.compat.streams import Stream, current_stream, is_asynchronous, recorded_event
 from zero_optim.flow.pending import AfterEvent, Pending
-from zero_optim.plan.slices import UNIT, Slices
+from zero_optim.plan.slices import UNIT, Slices, stripes_of
 
 _ADDED_AT_ONCE = 2**20  # elements that are added in float32
 _BAGGED_AT_ONCE = 2**24  # elements of all ranks that are float32 at a time
@@ -92,6 +92,8 @@ def start_in_stages(
             call = memory.sum_rows(torch.split(flat[: rows.total], list(rows.rows)), total, _add)
         group.phase.sent(call.nbytes)
         return Pending([work.take(call)], lambda _: total, [flat, total]), None
+    if (levels := group.levels(flat.device)) is not None:
+        return _start_by_hosts(group, levels, flat, rows, into, about), None
     parts, tag = (rows.rows, 0) if rows.is_direct else (rows.parts, next_tag(lanes[0]))
     rank, length, stays = group.rank, parts[group.rank], lanes[0].transport(flat.device).sends_pairs
     lengths = [length] * group.size
@@ -116,6 +118,31 @@ def start_in_stages(
         return Pending([work], lambda _: row, [part, row])
 
     return Pending([sent], add, [flat, came, total]), None if rows.is_direct else bring
+
+
+def _start_by_hosts(
+    group: RankGroup, levels: Levels, flat: Tensor, rows: Slices, into: Tensor | None, about: str
+) -> Pending[Tensor]:
+    """Start a sum of rows, inside hosts first: Note [Two levels] in `sending`."""
+    inside, across, stripes = levels.inside, levels.across, stripes_of(rows, levels.inside.size)
+    nbytes, (in_rows, in_slices) = 0, stripes.splits
+    with levels.starting(group, about, flat) as work:
+        part = stripes.packed(flat)
+        for ranks, lengths in zip((inside, across), stripes.sent, strict=True):
+            length = lengths[ranks.rank]
+            came, total = part.new_empty(ranks.size * length), part.new_empty(length)
+            start_all_to_all(ranks, part, lengths, came, [length] * ranks.size).wait()
+            _add_at_once(came.view(ranks.size, length), total)
+            nbytes += part.nbytes - total.nbytes
+            part = total
+        if not stripes.is_direct:
+            total = flat.new_empty(sum(in_slices)) if into is None else into
+            start_all_to_all(group, part[: sum(in_rows)], in_rows, total, in_slices).wait()
+            nbytes += part.element_size() * (sum(in_rows) - in_rows[group.rank])
+        elif into is not None:
+            total = into.copy_(part)
+    group.phase.sent(nbytes, 3 - stripes.is_direct)
+    return Pending([work], lambda _: total, [flat, total])
 
 
 def _add(arrivals: Sequence[Tensor], rank: int, total: Tensor) -> Tensor:

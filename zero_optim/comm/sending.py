@@ -7,10 +7,17 @@ Note [gloo and CUDA]
 Note [Two ranks of many]
     For a single send NCCL makes a communicator of two ranks, of some hundred MiB, which stays. Sends started
     as one use the group's communicator, which all ranks make in the group's first call: that must be no send.
+
+Note [Two levels]
+    Of H hosts with L ranks each, an all-to-all of all ranks sends an element L times over a host's card, and
+    a ring up to twice. So sums go inside a host, then across, in the order of `SeveralHosts`, which does so
+    on gloo; gathers go back. A card sends (H-1)/H of a bucket for each. All stages follow each other on one
+    extra stream: nobody waits between them, and no two of their communicators are in use at once.
 """
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,15 +25,32 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.unended import SMALL, Paired
+from zero_optim.comm.works import Work
 from zero_optim.compat.autograd import coalesced, coalesces
-from zero_optim.compat.streams import HostCopy
-from zero_optim.flow.pending import Waitable
-from zero_optim.plan.slices import Slices
+from zero_optim.compat.streams import HostCopy, StreamBeside, recorded_event
+from zero_optim.flow.pending import AfterEvent, Waitable
+from zero_optim.plan.slices import Slices, stripes_of
 
 Lanes = Sequence[RankGroup]
 Row = tuple[int, Tensor]  # 1-D, contiguous, and who sends it
 _PARTS = 2**30  # tags of parts
 _OF_HEADS = _PARTS + 1  # the tag of heads
+
+
+class Levels(NamedTuple):
+    """Groups of some ranks of a group: those of this host, and those of this rank's number on all hosts."""
+
+    inside: RankGroup
+    across: RankGroup
+    stream: StreamBeside
+
+    @contextmanager
+    def starting(self, group: RankGroup, about: str, flat: Tensor) -> Iterator[Work]:
+        """Start collectives of a bucket on the extra stream, as one work of all ranks: Note [Two levels]."""
+        work = group.begin_work(about, flat.device)
+        with work.starting(), self.stream.behind(flat.device):
+            yield work
+            work.take(AfterEvent(flat.device, recorded_event(flat.device)))
 
 
 def exchange(
@@ -55,16 +79,24 @@ def exchange(
             others = [other for other in range(lane.size) if other != rank]
             sends, receives = ([(other, of[other]) for other in others] for of in (parts, arrivals))
             handle: Waitable = _start_paired(lane, sends, receives, lanes, tag)
-        else:  # as bytes, because no backend knows every dtype
-            there, back = ([length * size for length in of] for of in (sizes, came))
-            into, parcel = received.view(torch.uint8), sent.view(torch.uint8)
-            started = dist.all_to_all_single(
-                into, parcel, back, there, group=lane.process_group, async_op=True
-            )
-            assert started is not None  # async_op=True on a member always returns a handle
-            handle = started
+        else:
+            handle = start_all_to_all(lane, sent, sizes, received, came)
     lane.phase.sent(size * (sum(sizes) - sizes[rank]))
     return work.take(handle)
+
+
+def start_all_to_all(
+    group: RankGroup, sent: Tensor, sizes: Sequence[int], received: Tensor, came: Sequence[int]
+) -> dist.Work:
+    """Start an all-to-all in one call, for a `Work` of the caller; arguments as of `exchange`."""
+    size = sent.element_size()
+    there, back = ([length * size for length in of] for of in (sizes, came))
+    into, parcel = received.view(torch.uint8), sent.view(torch.uint8)  # no backend knows every dtype
+    started: dist.Work | None = dist.all_to_all_single(
+        into, parcel, back, there, group=group.process_group, async_op=True
+    )
+    assert started is not None  # async_op=True on a member always returns a handle
+    return started
 
 
 def gather_heads(lanes: Lanes, heads: Tensor, about: str) -> list[Waitable]:
@@ -83,8 +115,11 @@ def gather_slices(
 ) -> list[Waitable]:
     """Start to bring the rows of a flat tensor, in place, to all ranks; ``heads``: as `broadcast_rows`.
 
-    One all-gather of the slices, behind an all-to-all from rows to slices if these differ.
+    One all-gather of the slices, behind an all-to-all from rows to slices if these differ. Note [Two levels].
     """
+    if (levels := group.levels(flat.device)) is not None:
+        headers = [] if heads is None else group.gather_slices([(heads.view(-1), heads[group.rank])], about)
+        return [*headers, _gather_by_hosts(group, levels, flat, rows, about)]
     mine, before = flat.narrow(0, group.rank * rows.slice, rows.slice), list[Waitable]()
     if not rows.is_even:
         mine, (in_rows, in_slices) = torch.empty_like(mine), rows.splits
@@ -94,6 +129,32 @@ def gather_slices(
     slices = [] if heads is None else [(heads.view(-1), heads[group.rank])]
     slices.append((flat.view(torch.uint8), mine.view(torch.uint8)))
     return [*before, *group.gather_slices(slices, about)]
+
+
+def _gather_by_hosts(group: RankGroup, levels: Levels, flat: Tensor, rows: Slices, about: str) -> Waitable:
+    """Start a gather of rows in place, across hosts first: Note [Two levels]."""
+    inside, across, stripes = levels.inside, levels.across, stripes_of(rows, levels.inside.size)
+    (in_rows, in_slices), device = stripes.splits, flat.device
+    with levels.starting(group, about, flat) as work:
+        whole = flat.new_empty(inside.size * sum(stripes.lengths))
+        stripe = whole.view(inside.size, sum(stripes.lengths))[inside.rank]
+        by_host = torch.split(stripe, stripes.lengths)
+        mine = by_host[across.rank]
+        if stripes.is_direct:
+            mine[: in_slices[group.rank]].copy_(rows.row(flat))
+        else:
+            start_all_to_all(group, rows.row(flat), in_slices, mine[: sum(in_rows)], in_rows).wait()
+        octets, own, every = (each.view(torch.uint8) for each in (stripe, mine, whole))
+        is_even, filled = len({*stripes.lengths}) == 1, [each for each in enumerate(by_host) if len(each[1])]
+        for call in across.start(device, *(([(octets, own)], ()) if is_even else ((), filled))):
+            call.wait()
+        for call in inside.start(device, [(every, octets)], ()):
+            call.wait()
+        stripes.unpack(whole, flat)
+    nbytes = flat.element_size() * (sum(in_slices) - in_slices[group.rank])
+    nbytes += (across.size - 1) * own.nbytes + (inside.size - 1) * octets.nbytes
+    group.phase.sent(nbytes, 3 - stripes.is_direct)
+    return work
 
 
 def next_tag(lane: RankGroup) -> int:

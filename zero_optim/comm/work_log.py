@@ -32,7 +32,9 @@ from zero_optim.compat.autograd import untraced
 from zero_optim.compat.threads import start_thread_or_run
 
 if TYPE_CHECKING:
+    from zero_optim.comm.sending import Levels
     from zero_optim.comm.works import Work
+    from zero_optim.host.meeting import Met
     from zero_optim.host.messages import OneHost
     from zero_optim.host.several_hosts import SeveralHosts
 
@@ -69,8 +71,10 @@ class GroupWorks:
         self._drops_from = _FEW
         self.group = weakref.ref(process_group, self._let_go)
         self.memory: OneHost | SeveralHosts | None = None  # that the ranks share
-        self.why_no_memory: str | None = None  # None until they have met
-        self.beside: GroupWorks | None = None  # of ranks on several hosts, for what crosses
+        self.why_no_memory: str | None = None
+        self.met: Met | None = None  # which ranks are on which hosts
+        self.levels: Levels | None = None  # of what does not go through memory
+        self.beside: list[GroupWorks] = []  # of groups of some of these ranks, inside hosts and across
         self._can_cut = can_cut
 
     def __del__(self) -> None:
@@ -131,8 +135,8 @@ class GroupWorks:
             return
         if self.memory is not None:
             self.memory.close("Connection closed: the process group was given up")
-        if self.beside is not None:
-            self.beside.cut()
+        for works in self.beside:
+            works.cut()
         for abort in aborts_of(group):  # each may take long
             start_thread_or_run(partial(_attempt, abort), "zero_optim abort")
         # gloo breaks them when a receive times out, but not from a rank that has ended: each rank is tried.

@@ -1,11 +1,12 @@
 """The meeting of a group's ranks: who shares memory with whom is told, shown, and agreed."""
 
 import os
+import secrets
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -23,18 +24,40 @@ Tell = Callable[[Any], list[Any]]  # tells all ranks a JSON value, and returns w
 Connect = Callable[[Sequence[int], str], dist.ProcessGroup]  # makes a group of some of the ranks, with a name
 
 
+class Met(NamedTuple):
+    """What ranks have told each other, equal on all: ``hosts`` are the ranks of each, by the lowest."""
+
+    hosts: Sequence[Sequence[int]]
+    why_not: str  # why a rank can share no memory; or ""
+    name: str  # for groups of some of them
+
+    @classmethod
+    def by(cls, tell: Tell) -> "Met":
+        """Tell; communicates once."""
+        is_able = futex.has_futex() and hasattr(os, "pidfd_open")
+        why_not = "" if is_able else "this system lacks what sharing memory needs: Linux on x86-64"
+        everyone, hosts = tell([_host(), why_not, secrets.token_hex(8)]), dict[str, list[int]]()
+        for rank, (host, *_) in enumerate(everyone):
+            hosts.setdefault(host, []).append(rank)
+        why_not = next((why for _, why, _ in everyone if why), "")
+        return cls(tuple(hosts.values()), why_not, f"zero_optim:{everyone[0][2]}")
+
+    @property
+    def why_one_level(self) -> str:
+        """Why ranks of several hosts do not send inside a host first; or ""."""
+        sizes = {*map(len, self.hosts)}
+        if len(sizes) > 1:
+            return "the ranks are on several hosts, and not as many on each"
+        return "the ranks are on several hosts, one on each" if len(self.hosts) > 1 and sizes == {1} else ""
+
+
 def open_shared_memory(
-    rank: int, limit: float, tell: Tell, connect: Connect
+    rank: int, hosts: Sequence[Sequence[int]], limit: float, tell: Tell, connect: Connect
 ) -> tuple[OneHost | SeveralHosts | None, str]:
     """Return what sends through memory, or None and why; the same on every rank. ``limit``: of a call."""
-    is_able = futex.has_futex() and hasattr(os, "pidfd_open")
-    why_not = "" if is_able else "this system lacks what sharing memory needs: Linux on x86-64"
-    hosts, why = _hosts(tell([_host(), why_not]))
-    if why:
-        return None, why
     here = next(host for host in hosts if rank in host)
     own, fds = list[Segment](), list[int]()
-    others = len(here) - 1
+    others, why = len(here) - 1, ""
     nbytes = first_ring(len(here)) + others * max(_LEAST, padded(_MOST // others))
     try:
         try:
@@ -62,18 +85,6 @@ def open_shared_memory(
     number, name = here.index(rank), f"zero_optim:{everyone[0]['tokens'][0]}"
     across = connect([host[number] for host in hosts], f"{name}:{number}")
     return SeveralHosts(memories[0], memories[1], across, hosts, rank), ""
-
-
-def _hosts(said: Sequence[tuple[str, str]]) -> tuple[list[list[int]], str]:
-    hosts = dict[str, list[int]]()
-    for rank, (host, _) in enumerate(said):
-        hosts.setdefault(host, []).append(rank)
-    why = next((why for _, why in said if why), "")
-    if len({len(ranks) for ranks in hosts.values()}) > 1:
-        why = why or "the ranks are on several hosts, and not as many on each"
-    elif len(hosts) == len(said):
-        why = why or "the ranks are on several hosts, one on each"
-    return list(hosts.values()), why
 
 
 def _mapped(

@@ -1,19 +1,24 @@
-"""`Slices`: where the rows of a bucket lie in W equal slices. No communication.
+"""`Slices`: where the rows of a bucket lie in W equal slices; `Stripes`: on hosts. No communication.
 
 Rows adjoin in the order of ranks, of any lengths; padding lies behind the last one. So cost does not depend
 on who owns what: rank r reduces slice r or sends it, and where rows are not the slices one more all-to-all
 brings rows to slices, or slices to rows.
+
+Note [Slices on hosts]
+    Ranks of a host have equal slices of their own rows, or the rows where these are nearly even; the slices
+    of the ranks number j of all hosts are stripe j. So an element crosses between hosts once. Where a rank
+    would receive more than a bucket, slices are those of the bucket, and rows cross again: 1 / 2H more.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
-from typing import TYPE_CHECKING
+from functools import cached_property, lru_cache
+from itertools import accumulate, chain
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
+_NEARLY_EVEN = 1.02  # with padding up to the longest row, of the rows alone
 UNIT = 16  # elements; the length of a slice is a multiple of it, unless all rows are as long
 
 
@@ -54,8 +59,7 @@ class Slices:
     @cached_property
     def splits(self) -> tuple[list[int], list[int]]:
         """What this rank's slice shares with each row, and this rank's row with each slice."""
-        rows = list(_spans(self.rows))
-        slices = list(_spans([self.slice] * len(self.rows)))
+        rows, slices = list(_spans(self.rows)), list(_spans(self.parts))
         in_slice = [_shared(slices[self.rank], row) for row in rows]
         return in_slice, [_shared(rows[self.rank], part) for part in slices]
 
@@ -64,9 +68,86 @@ class Slices:
         """Where this rank's row begins in the bucket."""
         return sum(self.rows[: self.rank])
 
-    def row(self, flat: "Tensor") -> "Tensor":
+    def row(self, flat: Tensor) -> Tensor:
         """Return this rank's row of a bucket."""
         return flat.narrow(0, self.first, self.rows[self.rank])
+
+
+@dataclass(frozen=True)
+class Stripes(Slices):
+    """Slices on hosts, of ``here`` ranks each: Note [Slices on hosts]."""
+
+    here: int
+
+    def _by_host(self, of_ranks: Sequence[int]) -> list[tuple[int, ...]]:
+        return [tuple(of_ranks[at : at + self.here]) for at in range(0, len(of_ranks), self.here)]
+
+    @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """The length of each rank's slice, with padding behind the bucket alone."""
+        hosts = self._by_host(self.rows)
+        if len(self.rows) * max(self.rows) <= _NEARLY_EVEN * self.total:
+            return self.rows
+        if (len(hosts) - 1) * max(map(sum, hosts)) > self.here * self.total:
+            return (self.slice,) * len(self.rows)
+        return tuple(chain.from_iterable(Slices(0, host).parts for host in hosts))
+
+    @cached_property
+    def is_direct(self) -> bool:
+        """Whether slices are the rows."""
+        return self.parts == self.rows
+
+    @cached_property
+    def sent(self) -> tuple[list[int], list[int]]:
+        """What this rank sends of a bucket to each rank of its host, and of its stripe to each host."""
+        stripes = [self.parts[number :: self.here] for number in range(self.here)]
+        return [*map(sum, stripes)], [*stripes[self.rank % self.here]]
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The length of a slice on each host, as it is gathered: with padding."""
+        hosts = self._by_host(self.parts)
+        return [max(self.parts)] * len(hosts) if self.is_direct else [*map(max, hosts)]
+
+    @cached_property
+    def _grid(self) -> tuple[int, int, int] | None:
+        """Hosts, their ranks and the length of slices, if these are even."""
+        is_even = min(self.parts) == max(self.parts)
+        return (len(self.parts) // self.here, self.here, self.parts[0]) if is_even else None
+
+    @cached_property
+    def _places(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Where uneven slices begin, and their lengths: in the bucket and in gathered stripes."""
+        here, stripe = self.here, sum(self.lengths)
+        starts, offsets = ([*accumulate(of, initial=0)] for of in (self.parts, self.lengths))
+        filled = [(rank, length) for rank, length in enumerate(self.parts) if length]
+        by_stripe = sorted(filled, key=lambda each: each[0] % here)
+        return [(starts[rank], length) for rank, length in by_stripe], [
+            (rank % here * stripe + offsets[rank // here], length) for rank, length in filled
+        ]
+
+    def packed(self, flat: Tensor) -> Tensor:
+        """Copy a bucket's slices, stripe by stripe."""
+        if self._grid is None:
+            return torch.cat([flat.narrow(0, *place) for place in self._places[0]])
+        numel = sum(self.parts)
+        if flat.numel() < numel:
+            flat = torch.nn.functional.pad(flat, (0, numel - flat.numel()))
+        return flat[:numel].view(self._grid).transpose(0, 1).reshape(-1)
+
+    def unpack(self, stripes: Tensor, flat: Tensor) -> None:
+        """Copy gathered stripes into a bucket."""
+        if self._grid is None:
+            torch.cat([stripes.narrow(0, *place) for place in self._places[1]], out=flat[: self.total])
+        else:
+            by_host = flat[: stripes.numel()].view(self._grid)
+            by_host.transpose(0, 1).copy_(stripes.view_as(by_host.transpose(0, 1)))
+
+
+@lru_cache(2**12)
+def stripes_of(rows: Slices, here: int) -> Stripes:
+    """Return the slices on hosts of so many ranks, which adjoin."""
+    return Stripes(rows.rank, rows.rows, here)
 
 
 def _spans(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
