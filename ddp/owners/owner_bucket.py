@@ -35,6 +35,8 @@ from zero_optim.plan.plan import ACCELERATOR_ALIGNMENT_NBYTES, ALIGNMENT_NBYTES
 from zero_optim.plan.slices import Slices
 from zero_optim.plan.strides import dense_strides, in_order_of_memory
 
+_FEW = 4  # parts of a gradient that are copied and divided in one go, one by one
+
 
 @dataclass(slots=True, eq=False)
 class _Filling:
@@ -137,7 +139,7 @@ class OwnerBucket(ReducerBucket):
             else:
                 targets.append(target)
                 sources.append(source)
-        if len(slots) == 1 and targets and divisor != 1 and targets[0].dtype == sources[0].dtype:
+        if len(slots) == 1 and 0 < len(targets) <= _FEW and divisor != 1 and flat.dtype == sources[0].dtype:
             for target, source in zip(targets, sources, strict=True):
                 torch.mul(source, 1 / divisor, out=target)
         elif targets:
@@ -169,13 +171,12 @@ class OwnerBucket(ReducerBucket):
                 yield flat[extent.offset : extent.end], part
 
     def _multiply(self, flat: Tensor, slots: Sequence[int], factor: float) -> None:
-        """Multiply gradients in the rows, neighbours in one go."""
+        """Multiply gradients in the rows, neighbours as one tensor."""
         ends: dict[int, tuple[int, int]] = {}  # of runs: offsets, by the place behind
         for place, extent in sorted(cell for slot in slots for cell in self._cells[slot]):
             start, _ = ends.pop(place, (extent.offset, 0))
             ends[place + 1] = start, extent.end
-        for start, stop in ends.values():
-            flat[start:stop].mul_(factor)
+        private.foreach_mul_([flat[start:stop] for start, stop in ends.values()], factor)
 
     def _gradient(self, slot: int) -> Tensor | None:
         if not self._filling.is_open:  # the pass broke off: what is there now is not of it
