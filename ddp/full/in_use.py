@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from zero_optim.ddp.full.construction import Arguments
     from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 
+_MODULE = attrgetter("module")
 _SECOND = (
     "create_graph=True is not possible with FullyShardedDataParallel: the gradients of gradients would read "
     "parameters that are freed by then. Use ShardedDataParallel"
@@ -65,7 +67,8 @@ class UnitsInUse(ModuleCalls, Uncopied):
         for unit in units:
             for index in unit.waits_for:
                 self._waiting.setdefault(index, []).append(unit)
-        self._reads = SavedReads(units, weakly(self._output_reached), is_on=how.guards_reads)
+        self._reached = weakly(self._output_reached)
+        self._reads = SavedReads(units, self._reached, is_on=how.guards_reads)
         self.unfinished: list[Callable[[], None]] = []  # end state dicts that broke off
         self._members = UnitMembers(self.model)
 
@@ -89,7 +92,8 @@ class UnitsInUse(ModuleCalls, Uncopied):
     # ------------------------------------------------------------------ operations
 
     def _at(self, moment: Moment, buckets: list[RowBucket], purpose: Purpose, tells: bool = False) -> None:
-        self._engine.on(moment, buckets, UnitTask(self.units, self.gathers, purpose, tells=tells))
+        if buckets:
+            self._engine.on(moment, buckets, UnitTask(self.units, self.gathers, purpose, tells=tells))
 
     def _fetch(self, number: int | None, purpose: Purpose, tells: bool = False) -> None:
         """Start the gather of a unit ahead of the moment that waits for it."""
@@ -105,7 +109,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
     # ------------------------------------------------------------------ forward
 
     def _num_users(self, unit: Unit) -> int:
-        return unit.holds + [self.unit_of[call.module] for call in self.under_way].count(unit)
+        return unit.holds + list(map(self.unit_of.get, map(_MODULE, self.under_way))).count(unit)
 
     def begin_pass(self, args: Any, kwargs: Any) -> Any:  # noqa: ANN401 - the user's
         """Forget what an exception has ended without a hook, as a Ctrl-C does; then the wrapper begins."""
@@ -193,7 +197,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
 
     def _watch(self, unit: Unit, tensors: list[Tensor], order: UnitOrder) -> bool:
         """Make a unit whole before the backward pass comes to it; return whether it stays until then."""
-        reached, place, passage = weakly(self._output_reached), self.clock, unit.passage
+        reached, place, passage = self._reached, self.clock, unit.passage
         for tensor in tensors:
             if tensor.grad_fn is not None:
                 on_gradient(tensor, lambda _: reached(unit.number, place, passage))

@@ -22,6 +22,7 @@ Note [Sums apart]
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import add
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from zero_optim.compat import private, streams
 from zero_optim.ddp.owners.owner_gradients import Owners
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.flow.pending import AfterEvent
-from zero_optim.plan.layout import Extent, Row, aligned, rows_apart, spans_of
+from zero_optim.plan.layout import Extent, aligned, rows_apart, spans_of
 from zero_optim.plan.plan import ACCELERATOR_ALIGNMENT_NBYTES, ALIGNMENT_NBYTES
 from zero_optim.plan.slices import Slices
 from zero_optim.plan.strides import dense_strides, in_order_of_memory
@@ -69,28 +70,34 @@ class OwnerBucket(ReducerBucket):
         nbytes = ALIGNMENT_NBYTES if params[0].device.type == "cpu" else ACCELERATOR_ALIGNMENT_NBYTES
         alignment = max(1, nbytes // self.dtype.itemsize)
         spans = [spans_of(owners.pieces[param], param.numel()) for param in params]
-        rows = rows_apart(spans, owners.size, alignment)
-        self._mine = list(self._places_of_own(rows[owners.rank]))
-        self._slices = Slices(owners.rank, tuple(aligned(row.stop + carries_word, alignment) for row in rows))
-        self._has_gaps = sum(row.stop for row in rows) > sum(param.numel() for param in params)
+        rows = rows_apart(spans, alignment)
+        ends, lengths = [0] * owners.size, [aligned(int(carries_word), alignment)] * owners.size
+        for row in rows:
+            ends[row.owner], lengths[row.owner] = row.stop, aligned(row.stop + carries_word, alignment)
+        own = next((row.extents for row in rows if row.owner == owners.rank), ())
+        self._mine = list(self._places_of(own))
+        self._slices = Slices(owners.rank, tuple(lengths))
+        self._has_gaps = sum(ends) > sum(param.numel() for param in params)
         # The word is behind each row's elements.
-        starts = list(accumulate(self._slices.rows, initial=0))
-        words = [start + row.stop for start, row in zip(starts, rows, strict=False)]
-        self._words = torch.tensor(words, device="cpu").to(params[0].device) if carries_word else None
-        self._end = rows[owners.rank].stop
+        starts = list(accumulate(lengths, initial=0))
+        words = torch.tensor(list(map(add, starts, ends)) if carries_word else [], device="cpu")
+        self._words = words.to(params[0].device) if carries_word else None
+        self._end = ends[owners.rank]
         # By slot, where the elements are: the number of the place, and the extent in the flat tensor.
         self._cells: list[list[tuple[int, Extent]]] = [[] for _ in params]
         extents = (
-            extent._replace(offset=start + extent.offset)
-            for start, row in zip(starts, rows, strict=False)
+            extent._replace(offset=starts[row.owner] + extent.offset)
+            for row in rows
             for extent in row.extents
         )
         for place, extent in enumerate(_joined(extents)):
             self._cells[extent.param].append((place, extent))
         self._filling = _Filling()
 
-    def _places_of_own(self, row: Row) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...], int]]:
-        for slot, start, stop, offset in row.extents:
+    def _places_of(
+        self, extents: Iterable[Extent]
+    ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...], int]]:
+        for slot, start, stop, offset in extents:
             (shape, strides), numel = self._forms[slot], self.params[slot].numel()
             if stop - start < numel:
                 shape = (shape[0] * (stop - start) // numel, *shape[1:])

@@ -176,12 +176,12 @@ def spans_of(pieces: Pieces, numel: int) -> list[Span]:
     return [Span(owner, start * in_row, stop * in_row) for owner, start, stop in pieces]
 
 
-def rows_apart(spans: Iterable[Sequence[Span]], num_ranks: int, alignment: int = 1) -> list[Row]:
-    """Lay out a row for each rank, which begins at 0, from each parameter's spans in order."""
-    by_rank: list[list[Extent]] = [[] for _ in range(num_ranks)]
+def rows_apart(spans: Iterable[Sequence[Span]], alignment: int = 1) -> list[Row]:
+    """Lay out a row for each owner, which begins at 0, from each parameter's spans in order; by rank."""
+    by_rank: dict[int, list[Extent]] = {}
     for param, of_param in enumerate(spans):
         for owner, start, stop in of_param:
-            row = by_rank[owner]
+            row = by_rank.setdefault(owner, [])
             offset = aligned(row[-1].end, alignment) if row else 0
             row.append(Extent(param, start, stop, offset))
-    return [Row(rank, 0, row[-1].end if row else 0, tuple(row)) for rank, row in enumerate(by_rank)]
+    return [Row(rank, 0, row[-1].end, tuple(row)) for rank, row in sorted(by_rank.items())]
