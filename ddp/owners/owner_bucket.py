@@ -85,19 +85,14 @@ class OwnerBucket(ReducerBucket):
         self._end = ends[owners.rank]
         # By slot, where the elements are: the number of the place, and the extent in the flat tensor.
         self._cells: list[list[tuple[int, Extent]]] = [[] for _ in params]
-        extents = (
-            extent._replace(offset=starts[row.owner] + extent.offset)
-            for row in rows
-            for extent in row.extents
-        )
+        pairs = ((starts[row.owner], extent) for row in rows for extent in row.extents)
+        extents = (extent._replace(offset=start + extent.offset) for start, extent in pairs)
         for place, extent in enumerate(_joined(extents)):
             self._cells[extent.param].append((place, extent))
         self._filling = _Filling()
 
-    def _places_of(
-        self, extents: Iterable[Extent]
-    ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...], int]]:
-        for slot, start, stop, offset in extents:
+    def _places_of(self, own: Iterable[Extent]) -> Iterator[tuple[int, Sequence[int], Sequence[int], int]]:
+        for slot, start, stop, offset in own:
             (shape, strides), numel = self._forms[slot], self.params[slot].numel()
             if stop - start < numel:
                 shape = (shape[0] * (stop - start) // numel, *shape[1:])

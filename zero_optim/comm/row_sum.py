@@ -14,12 +14,10 @@ Note [Sums of 16 bits]
 
 Note [One launch for all ranks]
     What comes by one collective lies in one tensor. A bag of embeddings is summed in the order of its
-    indices, in float32, in one launch however many ranks there are: by additions in as many launches as
-    ranks. An embedding is a window of a row; the last window of a row reaches into what lies behind. PyTorch
-    has a kernel for CPUs that rounds bf16 otherwise, but not with a padding index, which is no row here. So
-    it is in PyTorch's kernels for CPUs and CUDA, and proven on a CPU for 1,024 ranks; elsewhere, and of
-    float64, integers and complex numbers, ranks are added one by one. A sum of negative zeros alone is +0 in
-    a bag.
+    indices, in float32, in one launch however many ranks there are. An embedding is a window of a row; the
+    last one reaches into what lies behind. With a padding index PyTorch avoids a kernel for CPUs that rounds
+    bf16 otherwise. Proven on a CPU for 1,024 ranks, read in PyTorch's code for CUDA; elsewhere, and of other
+    dtypes, ranks are added one by one. A sum of negative zeros alone is +0 in a bag.
 """
 
 import math
@@ -102,14 +100,13 @@ def start_in_stages(
     if stays:  # this rank's own part
         lengths[rank] = 0
     total = into if rows.is_direct else None
-    numel = sum(lengths)
-    came = (received or ReceiveBuffer()).of(numel + _WIDTH, flat)
-    sent = exchange(lanes, flat[: rows.total], parts, came[:numel], lengths, about=about)
+    came = (received or ReceiveBuffer()).of(sum(lengths) + _WIDTH, flat)
+    sent = exchange(lanes, flat[: rows.total], parts, came[:-_WIDTH], lengths, about=about)
 
     def add(_: object) -> Tensor:
         if not stays:
             return _add_at_once(came, group.size, total)
-        arrivals = list(torch.split(came[:numel], lengths))
+        arrivals = list(torch.split(came[:-_WIDTH], lengths))
         arrivals[rank] = torch.split(flat[: rows.total], list(parts))[rank]
         return _add(arrivals, rank, flat.new_empty(length) if total is None else total)
 
@@ -155,7 +152,7 @@ def _add_at_once(came: Tensor, world: int, total: Tensor | None = None) -> Tenso
     """
     length = (came.numel() - _WIDTH) // world
     if world < 3 or not length or came.dtype not in _IN_BAGS or came.device.type not in ("cpu", "cuda"):
-        rows = torch.split(came[: world * length], [length] * world)
+        rows = came[: world * length].view(world, length).unbind()
         return _add(rows, 0, came.new_empty(length) if total is None else total)
     width = min(_WIDTH, max(UNIT, 1 << (length // 4).bit_length()))
     step = math.gcd(length, width)
@@ -169,7 +166,6 @@ def _add_at_once(came: Tensor, world: int, total: Tensor | None = None) -> Tenso
 @lru_cache(64)  # an index for each window of the bucket; of a stream, as others do not wait for it
 def _bags(world: int, length: int, width: int, device: torch.device, _: Stream) -> tuple[Tensor, Tensor]:
     """Return the numbers of windows, and the first ones of bags: bag b has the b-th window of each row."""
-    starts = torch.arange(0, length, width, device=device)[:, None] + torch.arange(
-        0, world * length, length, device=device
-    )
+    in_row = torch.arange(0, length, width, device=device)
+    starts = in_row[:, None] + length * torch.arange(world, device=device)
     return starts.view(-1) // math.gcd(length, width), torch.arange(0, starts.numel(), world, device=device)

@@ -72,8 +72,7 @@ class ModuleCalls:
     @eager
     def _end(self, module: nn.Module, _: object, output: Any) -> Any:  # noqa: ANN401
         calls = self.under_way
-        is_last = bool(calls) and calls[-1].module is module
-        if not is_last and all(call.module is not module for call in calls):
+        if not (calls and calls[-1].module is module) and all(call.module is not module for call in calls):
             return output  # a hook in front, or `begin_pass`, has raised
         while (call := calls.pop()).module is not module:
             pass  # a Ctrl-C has ended those inside this one

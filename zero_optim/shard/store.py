@@ -39,12 +39,10 @@ class BucketMaker:
 
     def _sliced(self, group: RankGroup, layout: Layout, device: torch.device) -> tuple[Layout, Slices | None]:
         """Pad a layout whose rows are gathered as equal slices, and return these."""
-        lengths = [0] * group.size
-        for row in layout.rows:
-            lengths[row.owner] = row.stop - row.start
-        if not group.transport(device).sends_slices(group.size - lengths.count(0)):
+        rows = {row.owner: row.stop - row.start for row in layout.rows if row.stop > row.start}
+        if not group.transport(device).sends_slices(len(rows)):
             return layout, None
-        slices = Slices(group.rank, tuple(lengths))
+        slices = Slices(group.rank, tuple(rows.get(rank, 0) for rank in range(group.size)))
         return replace(layout, padding=slices.slice * group.size - slices.total), slices
 
     def make_rows(
