@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-# Operators that start no kernel and no copy; Adam reads its steps, on the CPU.
+# Operators that start no kernel and no copy; Adam reads its steps, on the CPU; freed parameters are compared
+# with what they were on the CPU alone.
 _NO_LAUNCH = """view as_strided slice select split unbind expand detach alias narrow t transpose permute
 unsqueeze squeeze split_with_sizes chunk _unsafe_view empty new_empty empty_like empty_strided
-new_empty_strided lift_fresh promote_types _local_scalar_dense"""
+new_empty_strided lift_fresh promote_types _local_scalar_dense equal"""
 VIEWS = frozenset(_NO_LAUNCH.split())
 RECEIVING = ("all_to_all", "reduce_scatter")
 

@@ -48,7 +48,6 @@ SIZES = (
     (cuts, "MIN_ROW_NBYTES"),
     (Transport, "row_nbytes"),
     (row_sum, "_ADDED_AT_ONCE"),
-    (row_sum, "_BAGGED_AT_ONCE"),
 )
 
 CLIP: dict[str, Any] = {"max_norm": 1.0, "foreach": True}

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from zero_optim.ddp.full.construction import Arguments
     from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 
+_MODULE = attrgetter("module")
 _SECOND = (
     "create_graph=True is not possible with FullyShardedDataParallel: the gradients of gradients would read "
     "parameters that are freed by then. Use ShardedDataParallel"
@@ -64,7 +66,8 @@ class UnitsInUse(ModuleCalls, Uncopied):
         for unit in units:
             for index in unit.waits_for:
                 self._waiting.setdefault(index, []).append(unit)
-        self._reads = SavedReads(units, weakly(self._output_reached), is_on=how.guards_reads)
+        self._reached = weakly(self._output_reached)
+        self._reads = SavedReads(units, self._reached, is_on=how.guards_reads)
         self.unfinished: list[Callable[[], None]] = []  # end state dicts that broke off
         self._members = UnitMembers(self.model)
 
@@ -90,6 +93,10 @@ class UnitsInUse(ModuleCalls, Uncopied):
     def _task(self, purpose: Purpose, tells: bool = False) -> UnitTask:
         return UnitTask(self.units, self.gathers, purpose, tells=tells)
 
+    def _at(self, moment: Moment, buckets: list[RowBucket], purpose: Purpose, tells: bool = False) -> None:
+        if buckets:
+            self._engine.on(moment, buckets, self._task(purpose, tells))
+
     def _fetch(self, number: int | None, purpose: Purpose, tells: bool = False) -> None:
         """Start the gather of a unit ahead of the moment that waits for it."""
         if number is not None:
@@ -98,12 +105,12 @@ class UnitsInUse(ModuleCalls, Uncopied):
 
     def _free_unused(self, units: Iterable[Unit], moment: Moment = Moment.AFTER_MODULE) -> None:
         unused = [bucket for unit in units if not self._num_users(unit) for bucket in unit.buckets]
-        self._engine.on(moment, unused, self._task(Purpose.BACKWARD))
+        self._at(moment, unused, Purpose.BACKWARD)
 
     # ------------------------------------------------------------------ forward
 
     def _num_users(self, unit: Unit) -> int:
-        return unit.holds + [self.unit_of[call.module] for call in self.under_way].count(unit)
+        return unit.holds + list(map(self.unit_of.get, map(_MODULE, self.under_way))).count(unit)
 
     def begin_pass(self, args: Any, kwargs: Any) -> Any:  # noqa: ANN401 - the user's
         """Forget what an exception has ended without a hook, as a Ctrl-C does; then the wrapper begins."""
@@ -136,7 +143,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
             self.gathers.stamps.begin_pass()
         purpose = Purpose.TRAINING if torch.is_grad_enabled() else Purpose.EVALUATION
         self._places.called(unit.number, self.clock, is_outermost=is_outermost)
-        self._engine.on(Moment.BEFORE_FORWARD, unit.buckets, self._task(purpose, tells=True))
+        self._at(Moment.BEFORE_FORWARD, unit.buckets, purpose, tells=True)
         order = self._forward[self.unit_of[self.under_way[0].module]]
         if is_outermost:
             order.begin()
@@ -169,12 +176,12 @@ class UnitsInUse(ModuleCalls, Uncopied):
         if torch.is_grad_enabled() and tensors is not None:
             stays = self._watch(unit, tensors, order)
         if not stays:
-            self._engine.on(Moment.AFTER_FORWARD, unit.buckets, self._task(Purpose.TRAINING))
+            self._at(Moment.AFTER_FORWARD, unit.buckets, Purpose.TRAINING)
         if not self.under_way:
             order.end()
             for each in self.units:
                 if any(bucket.gathers.is_unclaimed for bucket in each.buckets):  # fetched, and not needed
-                    self._engine.on(Moment.AFTER_FORWARD, each.buckets, self._task(Purpose.TRAINING))
+                    self._at(Moment.AFTER_FORWARD, each.buckets, Purpose.TRAINING)
 
     def _watch_inputs(self, unit: Unit, inputs: object) -> UnitUse | None:
         """Return a passage that ends when all inputs of a call have their gradients."""
@@ -190,7 +197,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
 
     def _watch(self, unit: Unit, tensors: list[Tensor], order: UnitOrder) -> bool:
         """Make a unit whole before the backward pass comes to it; return whether it stays until then."""
-        reached, place, passage = weakly(self._output_reached), self.clock, unit.passage
+        reached, place, passage = self._reached, self.clock, unit.passage
         for tensor in tensors:
             if tensor.grad_fn is not None:
                 on_gradient(tensor, lambda _: reached(unit.number, place, passage))
@@ -224,7 +231,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
             broke_off = partial(weakly(self._break_off), self._backward.begin())
             self._places.begin()
             when_backward_ends(weakly(self._end_backward), broke_off)
-        self._engine.on(Moment.BEFORE_BACKWARD, self.units[number].buckets, self._task(Purpose.BACKWARD))
+        self._at(Moment.BEFORE_BACKWARD, self.units[number].buckets, Purpose.BACKWARD)
         self._places.reached(number, place)
         following = self._backward.reached(number)
         self._fetch(following, Purpose.BACKWARD)
@@ -271,7 +278,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
         if as_kept and any(bucket.is_rounded for bucket in _buckets_of(units)):
             self.check_unpinned()  # of all, so that a walk over modules raises before it has changed anything
             held, wide = [], list(map(WideBucket, _buckets_of(units)))
-            self._engine.on(Moment.BEFORE_FORWARD, wide, self._task(Purpose.AS_KEPT))
+            self._at(Moment.BEFORE_FORWARD, wide, Purpose.AS_KEPT)
         elif tells:
             self.gathers.stamps.begin_pass()
         request = UnitValues({param: param for unit in held for param in unit.params})
@@ -279,7 +286,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
         for unit in held:
             unit.holds += 1
         try:
-            self._engine.on(Moment.BEFORE_FORWARD, _buckets_of(held), self._task(Purpose.REQUEST, tells))
+            self._at(Moment.BEFORE_FORWARD, _buckets_of(held), Purpose.REQUEST, tells)
             yield request
         finally:
             request.values.clear()

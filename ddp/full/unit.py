@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.task import Task
 
 OUTERMOST = "the outermost unit"
+_IS_WHOLE = attrgetter("is_whole")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +53,7 @@ class Unit:
     @property
     def is_whole(self) -> bool:
         """Whether its parameters can be read."""
-        return all(bucket.is_whole for bucket in self.buckets)
+        return all(map(_IS_WHOLE, self.buckets))
 
     def arrive(self) -> None:
         """Wait, with the current stream, for the gathers that make it whole."""

@@ -25,6 +25,7 @@ Note [Gradients set by hand]
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import add
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from zero_optim.compat import private, streams
 from zero_optim.ddp.reducer.assignment import ReducedParams, ReducerOptions
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.flow.pending import AfterEvent
-from zero_optim.plan.layout import Extent, Row, aligned, rows_apart, spans_of
+from zero_optim.plan.layout import Extent, aligned, rows_apart, spans_of
 from zero_optim.plan.pieces import Pieces, is_whole, piece_of
 from zero_optim.plan.plan import ACCELERATOR_ALIGNMENT_NBYTES, ALIGNMENT_NBYTES
 from zero_optim.plan.slices import Slices
@@ -110,6 +111,9 @@ class Owners:
         return gradient
 
 
+_FEW = 4  # parts of a gradient that are copied and divided in one go, one by one
+
+
 @dataclass(slots=True, eq=False)
 class _Filling:
     earlier: dict[int, Tensor] = field(default_factory=dict)  # by slot, gradients of earlier passes
@@ -140,29 +144,30 @@ class OwnerBucket(ReducerBucket):
         nbytes = ALIGNMENT_NBYTES if params[0].device.type == "cpu" else ACCELERATOR_ALIGNMENT_NBYTES
         alignment = max(1, nbytes // self.dtype.itemsize)
         spans = [spans_of(owners.pieces[param], param.numel()) for param in params]
-        rows = rows_apart(spans, owners.size, alignment)
-        self._mine = list(self._places_of_own(rows[owners.rank]))
-        self._slices = Slices(owners.rank, tuple(aligned(row.stop + carries_word, alignment) for row in rows))
-        self._has_gaps = sum(row.stop for row in rows) > sum(param.numel() for param in params)
+        rows = rows_apart(spans, alignment)
+        ends, lengths = [0] * owners.size, [aligned(int(carries_word), alignment)] * owners.size
+        for row in rows:
+            ends[row.owner], lengths[row.owner] = row.stop, aligned(row.stop + carries_word, alignment)
+        own = next((row.extents for row in rows if row.owner == owners.rank), ())
+        self._mine = list(self._places_of(own))
+        self._slices = Slices(owners.rank, tuple(lengths))
+        self._has_gaps = sum(ends) > sum(param.numel() for param in params)
         # The word is behind each row's elements.
-        starts = list(accumulate(self._slices.rows, initial=0))
-        words = [start + row.stop for start, row in zip(starts, rows, strict=False)]
-        self._words = torch.tensor(words, device="cpu").to(params[0].device) if carries_word else None
+        starts = list(accumulate(lengths, initial=0))
+        words = torch.tensor(list(map(add, starts, ends)) if carries_word else [], device="cpu")
+        self._words = words.to(params[0].device) if carries_word else None
         self.can_carry_failure_word = carries_word
-        self._end = rows[owners.rank].stop
+        self._end = ends[owners.rank]
         # By slot, where the elements are: the number of the place, and the extent in the flat tensor.
         self._cells: list[list[tuple[int, Extent]]] = [[] for _ in params]
-        extents = (
-            extent._replace(offset=start + extent.offset)
-            for start, row in zip(starts, rows, strict=False)
-            for extent in row.extents
-        )
+        pairs = ((starts[row.owner], extent) for row in rows for extent in row.extents)
+        extents = (extent._replace(offset=start + extent.offset) for start, extent in pairs)
         for place, extent in enumerate(_joined(extents)):
             self._cells[extent.param].append((place, extent))
         self._filling = _Filling()
 
-    def _places_of_own(self, row: Row) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...], int]]:
-        for slot, start, stop, offset in row.extents:
+    def _places_of(self, own: Iterable[Extent]) -> Iterator[tuple[int, Sequence[int], Sequence[int], int]]:
+        for slot, start, stop, offset in own:
             (shape, strides), numel = self._forms[slot], self.params[slot].numel()
             if stop - start < numel:
                 shape = (shape[0] * (stop - start) // numel, *shape[1:])
@@ -206,7 +211,7 @@ class OwnerBucket(ReducerBucket):
             else:
                 targets.append(target)
                 sources.append(source)
-        if len(slots) == 1 and targets and divisor != 1 and targets[0].dtype == sources[0].dtype:
+        if len(slots) == 1 and 0 < len(targets) <= _FEW and divisor != 1 and flat.dtype == sources[0].dtype:
             for target, source in zip(targets, sources, strict=True):
                 torch.mul(source, 1 / divisor, out=target)
         elif targets:
@@ -238,13 +243,12 @@ class OwnerBucket(ReducerBucket):
                 yield flat[extent.offset : extent.end], part
 
     def _multiply(self, flat: Tensor, slots: Sequence[int], factor: float) -> None:
-        """Multiply gradients in the rows, neighbours in one go."""
+        """Multiply gradients in the rows, neighbours as one tensor."""
         ends: dict[int, tuple[int, int]] = {}  # of runs: offsets, by the place behind
         for place, extent in sorted(cell for slot in slots for cell in self._cells[slot]):
             start, _ = ends.pop(place, (extent.offset, 0))
             ends[place + 1] = start, extent.end
-        for start, stop in ends.values():
-            flat[start:stop].mul_(factor)
+        private.foreach_mul_([flat[start:stop] for start, stop in ends.values()], factor)
 
     def _gradient(self, slot: int) -> Tensor | None:
         if not self._filling.is_open:  # the pass broke off: what is there now is not of it

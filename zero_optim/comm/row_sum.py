@@ -13,18 +13,21 @@ Note [Sums of 16 bits]
     fp16 are added in float32 and rounded once; for two ranks the bits are the same without.
 
 Note [One launch for all ranks]
-    What comes by one collective lies in one tensor. A bag of embeddings is summed in the order of its indices
-    there, in one launch however many ranks there are: by additions in as many launches as ranks. So it is
-    in PyTorch's kernels for CPUs and CUDA, and proven on a CPU for 1,024 ranks; elsewhere, and of float64,
-    integers and complex numbers, ranks are added one by one. A sum of negative zeros alone is +0 in a bag.
+    What comes by one collective lies in one tensor. A bag of embeddings is summed in the order of its
+    indices, in float32, in one launch however many ranks there are. An embedding is a window of a row; the
+    last one reaches into what lies behind. With a padding index PyTorch avoids a kernel for CPUs that rounds
+    bf16 otherwise. Proven on a CPU for 1,024 ranks, read in PyTorch's code for CUDA; elsewhere, and of other
+    dtypes, ranks are added one by one. A sum of negative zeros alone is +0 in a bag.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.sending import Lanes, Levels, exchange, next_tag, start_all_to_all
@@ -33,8 +36,7 @@ from zero_optim.flow.pending import AfterEvent, Pending
 from zero_optim.plan.slices import UNIT, Slices, stripes_of
 
 _ADDED_AT_ONCE = 2**20  # elements that are added in float32
-_BAGGED_AT_ONCE = 2**24  # elements of all ranks that are float32 at a time
-_WIDTH = 1024  # elements of a row's part that is an embedding
+_WIDTH = 1024  # elements of the widest window, and of what lies behind all rows
 _IN_BAGS = {torch.float32, torch.bfloat16, torch.float16}
 
 Bring = Callable[[Tensor], Pending[Tensor]]  # takes the sum of a slice, and has that of a row
@@ -86,12 +88,12 @@ def start_in_stages(
         return Pending([made], lambda _: own if into is None else into.copy_(own), [flat]), None
     memory = lanes[0].shared_memory(flat.device)
     if memory is not None:
-        total = torch.empty_like(own) if into is None else into
+        summed = torch.empty_like(own) if into is None else into
         work = lanes[0].begin_work(about, flat.device)
         with work.starting():
-            call = memory.sum_rows(torch.split(flat[: rows.total], list(rows.rows)), total, _add)
+            call = memory.sum_rows(torch.split(flat[: rows.total], list(rows.rows)), summed, _add)
         group.phase.sent(call.nbytes)
-        return Pending([work.take(call)], lambda _: total, [flat, total]), None
+        return Pending([work.take(call)], lambda _: summed, [flat, summed]), None
     if (levels := group.levels(flat.device)) is not None:
         return _start_by_hosts(group, levels, flat, rows, into, about), None
     parts, tag = (rows.rows, 0) if rows.is_direct else (rows.parts, next_tag(lanes[0]))
@@ -99,25 +101,24 @@ def start_in_stages(
     lengths = [length] * group.size
     if stays:  # this rank's own part
         lengths[rank] = 0
-    total = into if into is not None and rows.is_direct else flat.new_empty(length)
-    came = (received or ReceiveBuffer()).of(sum(lengths), flat)
-    sent = exchange(lanes, flat[: rows.total], parts, came, lengths, about=about)
+    total = into if rows.is_direct else None
+    came = (received or ReceiveBuffer()).of(sum(lengths) + _WIDTH, flat)
+    sent = exchange(lanes, flat[: rows.total], parts, came[:-_WIDTH], lengths, about=about)
 
     def add(_: object) -> Tensor:
-        if stays:
-            arrivals = list(torch.split(came, lengths))
-            arrivals[rank] = torch.split(flat[: rows.total], list(parts))[rank]
-            _add(arrivals, rank, total)
-        else:
-            _add_at_once(came.view(group.size, length), total)
-        return total
+        if not stays:
+            return _add_at_once(came, group.size, total)
+        arrivals = list(torch.split(came[:-_WIDTH], lengths))
+        arrivals[rank] = torch.split(flat[: rows.total], list(parts))[rank]
+        return _add(arrivals, rank, flat.new_empty(length) if total is None else total)
 
     def bring(part: Tensor) -> Pending[Tensor]:
         row, (in_rows, in_slices) = torch.empty_like(own) if into is None else into, rows.splits
         work = exchange(lanes, part, in_rows, row, in_slices, tag, about)
         return Pending([work], lambda _: row, [part, row])
 
-    return Pending([sent], add, [flat, came, total]), None if rows.is_direct else bring
+    used = [flat, came] if total is None else [flat, came, total]
+    return Pending([sent], add, used), None if rows.is_direct else bring
 
 
 def _start_by_hosts(
@@ -130,9 +131,9 @@ def _start_by_hosts(
         part = stripes.packed(flat)
         for ranks, lengths in zip((inside, across), stripes.sent, strict=True):
             length = lengths[ranks.rank]
-            came, total = part.new_empty(ranks.size * length), part.new_empty(length)
-            start_all_to_all(ranks, part, lengths, came, [length] * ranks.size).wait()
-            _add_at_once(came.view(ranks.size, length), total)
+            came = part.new_empty(ranks.size * length + _WIDTH)
+            start_all_to_all(ranks, part, lengths, came[:-_WIDTH], [length] * ranks.size).wait()
+            total = _add_at_once(came, ranks.size)
             nbytes += part.nbytes - total.nbytes
             part = total
         if not stripes.is_direct:
@@ -171,29 +172,27 @@ def _added(total: Tensor, others: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _add_at_once(rows: Tensor, total: Tensor) -> None:
-    """Add rows as `_add`, in as many launches for any number: Note [One launch for all ranks]."""
-    world, length = rows.shape
-    if world < 3 or not length or rows.dtype not in _IN_BAGS or rows.device.type not in ("cpu", "cuda"):
-        _add(list(rows), 0, total)
-        return
-    width = _WIDTH if length > 16 * _WIDTH else UNIT
-    is_wide = rows.dtype is torch.float32 and length % width == 0
-    at_once = length if is_wide else max(1, _BAGGED_AT_ONCE // (world * width)) * width
-    for start in range(0, length, at_once):
-        part = rows[:, start : start + at_once]
-        count = part.shape[1]
-        padded = -(-count // width) * width
-        if not is_wide:
-            part = rows.new_empty(world, padded, dtype=torch.float32)
-            part[:, :count] = rows[:, start : start + count]
-        bags = _bags(world, padded // width, rows.device, current_stream(rows.device))
-        sums = torch.embedding_bag(part.view(-1, width), *bags)[0]
-        total[start : start + count] = sums.view(-1)[:count]
+def _add_at_once(came: Tensor, world: int, total: Tensor | None = None) -> Tensor:
+    """Add rows as `_add`, in as many launches for any number: Note [One launch for all ranks].
+
+    ``came``: the rows, and `_WIDTH` elements.
+    """
+    length = (came.numel() - _WIDTH) // world
+    if world < 3 or not length or came.dtype not in _IN_BAGS or came.device.type not in ("cpu", "cuda"):
+        rows = came[: world * length].view(world, length).unbind()
+        return _add(rows, 0, came.new_empty(length) if total is None else total)
+    width = min(_WIDTH, max(UNIT, 1 << (length // 4).bit_length()))
+    step = math.gcd(length, width)
+    windows = came.as_strided((world * length // step + 1, width), (step, 1))
+    indices, firsts = _bags(world, length, width, came.device, current_stream(came.device))
+    bags = embedding_bag(indices, windows, firsts, mode="sum", padding_idx=len(windows) - 1)
+    sums = bags.view(-1)[:length]
+    return sums if total is None else total.copy_(sums)
 
 
-@lru_cache(64)  # an index for `_WIDTH` elements of the bucket; of a stream, as others do not wait for it
-def _bags(world: int, count: int, device: torch.device, _: Stream) -> tuple[Tensor, Tensor]:
-    """Return indices and first indices of bags: bag b has the b-th part of each row."""
-    bags = torch.arange(count, device=device)[:, None] + count * torch.arange(world, device=device)
-    return bags.view(-1), torch.arange(0, world * count, world, device=device)
+@lru_cache(64)  # an index for each window of the bucket; of a stream, as others do not wait for it
+def _bags(world: int, length: int, width: int, device: torch.device, _: Stream) -> tuple[Tensor, Tensor]:
+    """Return the numbers of windows, and the first ones of bags: bag b has the b-th window of each row."""
+    in_row = torch.arange(0, length, width, device=device)
+    starts = in_row[:, None] + length * torch.arange(world, device=device)
+    return starts.view(-1) // math.gcd(length, width), torch.arange(0, starts.numel(), world, device=device)

@@ -38,6 +38,7 @@ class StepTask(Gathering, Generic[T]):
         self._is_prepared = False
         self._work_on = work_on
         self._is_in_parts = work_on is not None and core.owned.local.can_step_parts
+        self._held = core.held_buckets
         self._moved: list[HeldBucket] = []  # whose rows go to owners and back
         self._head = b""
 
@@ -49,12 +50,12 @@ class StepTask(Gathering, Generic[T]):
         try:
             self._core.prepare()
             self._core.check_gradients()
-            for bucket in self._core.held_buckets:
+            for bucket in self._held:
                 bucket.open()
         except BaseException as error:  # noqa: BLE001 - raised when the others have heard of it
             self.failure = error
-        if held := self._core.held_buckets:
-            self._head = head_of(held, self.failure)
+        if self._held:
+            self._head = head_of(self._held, self.failure)
             self._changed = self._changing(self._core.engine.agree_on_active(self._core.groups))
 
     def _changing(self, active: Sequence[bool]) -> Sequence[Bucket]:
@@ -78,7 +79,7 @@ class StepTask(Gathering, Generic[T]):
         if self._moved:  # the head of each message tells all
             heads = self._moved[0].take_arrived()
             try:
-                check_heads(core.group, core.held_buckets, heads, self.failure)
+                check_heads(core.group, self._held, heads, self.failure)
             except BaseException:
                 for bucket in self._moved:
                     if bucket.is_coming:  # on every rank
@@ -139,7 +140,7 @@ class StepTask(Gathering, Generic[T]):
     def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
         """Leave out buckets that never trained; one must start to train on all ranks."""
         changed = self._changed
-        if held := set(self._core.held_buckets):
+        if held := set(self._held):
             moved = [] if self.awaited is not None else self._moved  # else they are on their way
             return super().to_gather([b for b in buckets if b in (moved if b in held else changed)])
         return super().to_gather(buckets if changed == buckets else [b for b in buckets if b in changed])
@@ -153,12 +154,12 @@ class StepTask(Gathering, Generic[T]):
     def clean_up(self, error: BaseException, buckets: Sequence[Bucket]) -> None:
         """Drop what came to owners."""
         super().clean_up(error, buckets)
-        for bucket in self._core.held_buckets:
+        for bucket in self._held:
             bucket.release()
 
     def end(self) -> None:
         """Raise what other ranks have failed with, or if options differ."""
-        for bucket in self._core.held_buckets:
+        for bucket in self._held:
             bucket.release()
         core, engine = self._core, self._core.engine
         call = core.call(self._name, self.failure)

@@ -4,7 +4,7 @@ flat    | 1 1 1 1 . | 0 0 2 2 2 2 |      rank 0 owns parameter 1, rank 1 owns 0 
 rows    '---rank 0--'----rank 1---'
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
@@ -33,14 +33,6 @@ class Row(NamedTuple):
     start: int
     stop: int
     extents: tuple[Extent, ...]
-
-    def within(self, start: int, stop: int) -> Iterator[Extent]:
-        """Yield the parts of extents in ``[start, stop)`` of the flat tensor."""
-        for extent in self.extents:
-            low, high = max(extent.offset, start), min(extent.end, stop)
-            if low < high:
-                first = extent.start + low - extent.offset
-                yield Extent(extent.param, first, first + high - low, low)
 
 
 class Span(NamedTuple):
@@ -98,11 +90,6 @@ class Layout:
                 raise ValueError(
                     f"parameter {param} of the bucket: {count} of its {numel} elements have a place"
                 )
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether a parameter has several extents."""
-        return sum(len(row.extents) for row in self.rows) > len(self.numels)
 
     @property
     def numel(self) -> int:
@@ -176,12 +163,12 @@ def spans_of(pieces: Pieces, numel: int) -> list[Span]:
     return [Span(owner, start * in_row, stop * in_row) for owner, start, stop in pieces]
 
 
-def rows_apart(spans: Iterable[Sequence[Span]], num_ranks: int, alignment: int = 1) -> list[Row]:
-    """Lay out a row for each rank, which begins at 0, from each parameter's spans in order."""
-    by_rank: list[list[Extent]] = [[] for _ in range(num_ranks)]
+def rows_apart(spans: Iterable[Sequence[Span]], alignment: int = 1) -> list[Row]:
+    """Lay out a row for each owner, which begins at 0, from each parameter's spans in order; by rank."""
+    by_rank: dict[int, list[Extent]] = {}
     for param, of_param in enumerate(spans):
         for owner, start, stop in of_param:
-            row = by_rank[owner]
+            row = by_rank.setdefault(owner, [])
             offset = aligned(row[-1].end, alignment) if row else 0
             row.append(Extent(param, start, stop, offset))
-    return [Row(rank, 0, row[-1].end if row else 0, tuple(row)) for rank, row in enumerate(by_rank)]
+    return [Row(rank, 0, row[-1].end, tuple(row)) for rank, row in sorted(by_rank.items())]

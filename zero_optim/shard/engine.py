@@ -23,6 +23,7 @@ Note [Failures in a step]
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -225,14 +226,14 @@ class Engine:
         only: Operation | None = None,  # to gather ahead of the moment
     ) -> None:
         """Run what the rows of buckets have for a moment; at last raises what failed on this rank."""
-        rows = [bucket.schedule.moments.get(moment, ()) for bucket in buckets]
-        first = rows[0] if rows else ()
-        are_equal = rows.count(first) == len(rows)  # as nearly always
+        rows = list(map(_ROW, buckets))
+        are_equal = not rows or rows.count(rows[0]) == len(rows)  # as nearly always
         try:
-            for operation in first if are_equal else _RUN:
+            for operation in rows[0].get(moment, ()) if rows and are_equal else _RUN:
                 chosen = buckets
                 if not are_equal:
-                    chosen = [each for each, row in zip(buckets, rows, strict=True) if operation in row]
+                    pairs = zip(buckets, rows, strict=True)
+                    chosen = [each for each, row in pairs if operation in row.get(moment, ())]
                 if chosen and only in (None, operation):
                     try:
                         _RUN[operation](self, moment, chosen, task)
@@ -353,4 +354,5 @@ class Engine:
             raise
 
 
+_ROW = attrgetter("schedule.moments")
 _RUN = {operation: getattr(Engine, f"_{operation.value}") for operation in Operation}

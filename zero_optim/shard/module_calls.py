@@ -71,9 +71,10 @@ class ModuleCalls:
 
     @eager
     def _end(self, module: nn.Module, _: object, output: Any) -> Any:  # noqa: ANN401
-        if all(call.module is not module for call in self.under_way):
+        calls = self.under_way
+        if not (calls and calls[-1].module is module) and all(call.module is not module for call in calls):
             return output  # a hook in front, or `begin_pass`, has raised
-        while (call := self.under_way.pop()).module is not module:
+        while (call := calls.pop()).module is not module:
             pass  # a Ctrl-C has ended those inside this one
         self.clock += 1
         return self.after_forward(call, output, raised=sys.exc_info()[1] is not call.handled)
