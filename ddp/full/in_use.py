@@ -93,7 +93,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
     def _task(self, purpose: Purpose, tells: bool = False) -> UnitTask:
         return UnitTask(self.units, self.gathers, purpose, tells=tells)
 
-    def _at(self, moment: Moment, buckets: list[RowBucket], purpose: Purpose, tells: bool = False) -> None:
+    def _at(self, moment: Moment, buckets: Sequence[Any], purpose: Purpose, tells: bool = False) -> None:
         if buckets:
             self._engine.on(moment, buckets, self._task(purpose, tells))
 
