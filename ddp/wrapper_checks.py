@@ -114,10 +114,12 @@ def _agree(
             if arguments.get(name) is not None:
                 raise TypeError(f"zero_optim.ddp.DistributedDataParallel takes no {name}: {REFUSED[name]}")
         for name in sorted(arguments.keys() - KNOWN):
-            raise TypeError(
-                f"zero_optim.ddp.DistributedDataParallel takes no {name}{did_you_mean(name, KNOWN)}. Leave "
-                f"it out, or use the DistributedDataParallel of PyTorch {torch.__version__} if that takes it"
+            other = (
+                f": leave it out, or use the DistributedDataParallel of PyTorch {torch.__version__} if that "
+                "takes it"
             )
+            what = did_you_mean(name, KNOWN) or other
+            raise TypeError(f"zero_optim.ddp.DistributedDataParallel takes no {name}{what}")
         if any(isinstance(param, UninitializedParameter) for _, param in seen_params(module)):
             raise RuntimeError(
                 "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a "

@@ -252,7 +252,7 @@ AT_EXIT = """
 import sys, threading, torch, torch.distributed as dist
 from zero_optim import checkpoint
 from zero_optim.checkpoint import saving
-from zero_optim.run.host import use_loopback
+from zero_optim.run.rank import use_loopback
 use_loopback()
 path, rank = sys.argv[1:]
 dist.init_process_group("gloo", store=dist.FileStore(path + ".store", 2), rank=int(rank), world_size=2)

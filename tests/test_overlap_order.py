@@ -204,7 +204,6 @@ def raises_once(original: Any) -> Any:
 POINTS: dict[str, tuple[Any, str]] = {
     "beginning": (Overlap, "begin"),
     "receiving": (passes.Task, "receive"),
-    "the tensor received": (passes, "_tensor"),
     "gradients": (passes, "gradients_in"),
     "marking use": (passes, "record_use"),
     "counting": (passes.SteppedPass, "take"),

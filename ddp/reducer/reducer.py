@@ -25,7 +25,7 @@ from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassWithGraph, Ph
 from zero_optim.ddp.reducer.graph import UnusedSearch, refuse_distributed_autograd, tensors_in
 from zero_optim.ddp.reducer.inbox import Inbox, announce_backward, remove, weakly, when_backward_ends
 from zero_optim.ddp.reducer.reduction import Hook, HookSlot, Launch
-from zero_optim.ddp.reducer.report import REPLACED, WITHOUT_GRAPH, FailureReport
+from zero_optim.ddp.reducer.report import WITHOUT_GRAPH, WRAPPED_ANEW, FailureReport
 from zero_optim.errors import ReductionError
 from zero_optim.health.watchdog import learn_addresses, watch
 from zero_optim.shard.engine import Engine
@@ -186,7 +186,7 @@ class Reducer:
 
     def _check_current(self) -> None:
         if self._is_replaced:
-            raise RuntimeError(REPLACED)
+            raise RuntimeError(WRAPPED_ANEW)
 
     def begin_forward(self) -> None:
         """Begin a forward pass whose backward pass must be reduced; raises as `check_finished`."""

@@ -80,7 +80,7 @@ class FailureReport:
             raise ReductionError(f"the gradients of {which} backward pass cannot be used. {each}{late}")
 
 
-REPLACED = (
+WRAPPED_ANEW = (
     "the module, or a part of it, has been wrapped anew, and its gradients are reduced by the wrapper that "
     "was made last: call that one, and drop this one"
 )
