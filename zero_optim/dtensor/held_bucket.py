@@ -12,7 +12,8 @@ Note [Failures before anything is stepped]
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from zero_optim.comm.agreement import agree, one_error
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.dtensor.moves import Form, RowMoves, Whole
-from zero_optim.dtensor.placement import Chunks, gradient_rows, local_rows, row_pieces
+from zero_optim.dtensor.placement import Chunks, gradient_rows, is_dtensor, local_rows, row_pieces
 from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import HELD_ROWS, HELD_WHOLE, Schedule
 from zero_optim.health.stamp import Header
@@ -35,13 +36,19 @@ LEAST_NBYTES = 2**20  # of a bucket that is divided, so that one half moves whil
 class HeldLeaves:
     """This rank's rows or whole tensors of the DTensors that it steps, and their gradients.
 
-    ``away``: what stands for whole tensors that have not come; it has no values.
+    ``away``: what stands for whole tensors that have not come; it has no values. ``names``: of the entries of
+    each parameter's state, on any rank, as last collected.
     """
 
     def __init__(self) -> None:
         self.values: dict[Tensor, Tensor] = {}
         self.away: dict[Tensor, Tensor] = {}
         self.grads: dict[Tensor, Tensor] = {}
+        self.names: dict[Tensor, list[str]] = {}
+
+    def note_state(self, state: Mapping[Any, Any]) -> None:
+        """Note the names of the entries of a whole state, by parameter."""
+        self.names = {param: list(entries) for param, entries in state.items() if is_dtensor(param)}
 
     def __contains__(self, param: Tensor) -> bool:
         return param in self.values or param in self.away

@@ -97,6 +97,7 @@ def whole_state(core: Core) -> dict[Any, Any]:
                 state[param][name] = as_dtensor(rows, param, param.shape)
             else:
                 state[param][name] = map_tensors(value, partial(move, index))
+    core.owned.leaves.held.note_state(state)
     return {**state, **merged}
 
 

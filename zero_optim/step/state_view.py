@@ -63,7 +63,10 @@ class _View(MutableMapping[Any, Any]):
 
 
 class OwnedEntries(_View):
-    """One parameter's class entries, then master and average; of other ``owners`` none; or just a mapping."""
+    """One parameter's class entries, then master and average; of other ``owners`` none; or just a mapping.
+
+    ``names``: of entries that owners hold of a DTensor. DCP asks for them, to load a flattened state.
+    """
 
     def __init__(
         self,
@@ -74,9 +77,10 @@ class OwnedEntries(_View):
         param: Any = None,  # noqa: ANN401 - whose master and average are beside
         beside: Sequence[_Beside] = (),
         owners: Pieces = (),
+        names: Sequence[str] = (),
     ) -> None:
         self._state = {None: dict(entries or {})} if state is None else state
-        self._key, self._param, self._owners = leaf, param, owners
+        self._key, self._param, self._owners, self._names = leaf, param, owners, names
         self._beside = {each.name: each for each in beside}
 
     @property
@@ -111,7 +115,8 @@ class OwnedEntries(_View):
         del self._own[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*(name for name in self._own if name not in self._beside), *self._beside])
+        own = self._own or self._names
+        return iter([*(name for name in own if name not in self._beside), *self._beside])
 
     def clear(self) -> None:
         """Drop the class's entries; the master and the average restart."""
@@ -187,7 +192,8 @@ class OwnedStateView(_View):
         home = self._home(place)
         if not beside and not owners:
             return home[place]
-        return OwnedEntries(state=home, leaf=place, param=key, beside=beside, owners=owners)
+        names = self._leaves.held.names.get(key, ()) if owners else ()
+        return OwnedEntries(state=home, leaf=place, param=key, beside=beside, owners=owners, names=names)
 
     def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401 - whatever the class keeps
         place, beside = self._place(key), self._beside(key)
