@@ -72,6 +72,12 @@ def whole_state(core: Core) -> dict[Any, Any]:
     with failing_together(group):
         core.owned.local.check_dicts()
         own = core.own_state()
+        odd = [name for param in core.inputs.held for name in own.get(param, ()) if type(name) is not str]
+        if odd:
+            raise TypeError(
+                f"the state of a parameter has an entry {odd[0]!r}, and torch.distributed.checkpoint needs "
+                "strings as names: save and load it with zero_optim.checkpoint"
+            )
         mine, moving = _described(core, own)
     parts = [sent_by(group, rank, mine, "optimizer state") for rank in range(group.size)]
     merged: dict[Any, Any] = {key: value for part in parts for key, value in part.items()}
