@@ -245,3 +245,37 @@ def test_a_state_that_cannot_be_loaded_or_consolidated_is_refused() -> None:
     state = trained.state_dict()
     with pytest.raises(StateMismatchError, match="the state dict has DTensors"):
         other.load_state_dict(state)
+
+
+@not_late
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
+def test_a_flattened_state_loads_on_ranks_that_hold_none_of_it(name: str) -> None:
+    """As torchtitan keeps it."""
+    optimizer_class, options = CLASSES[name]
+    model, twin, optimizer, plain = trained(name)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = get_optimizer_state_dict(model, optimizer, options=flat)
+    again = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **options)
+    get_optimizer_state_dict(model, again, options=flat)  # as dcp.load asks for what it fills
+    set_optimizer_state_dict(model, again, optim_state_dict=state, options=flat)
+    train_beside(model, twin, again, plain, range(2, 4))
+
+
+class Numbered(torch.optim.SGD):
+    """Keeps state without names, as heavyball does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param][0] = {"step": torch.ones(())}
+        return super().step(closure)
+
+
+@on_ranks(2)
+def test_state_without_names_is_refused_where_dcp_would_lose_it() -> None:
+    model, _, optimizer, _ = pair(free, Numbered, lr=0.1)
+    model(torch.ones(2, 9)).sum().backward()
+    optimizer.step()
+    with pytest.raises(TypeError, match=r"has an entry 0, .* save and load it with zero_optim\.checkpoint"):
+        get_optimizer_state_dict(model, optimizer)
