@@ -8,7 +8,7 @@ Note [Writes to the state]
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, Sequence, ValuesView
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -52,14 +52,14 @@ class _View(MutableMapping[Any, Any]):
 
     def copy(self) -> dict[Any, Any]:
         """Return a dict with the same values."""
-        return dict(self)
+        return dict(self.items())
 
     def __repr__(self) -> str:
-        return repr(dict(self))
+        return repr(self.copy())
 
     def __reduce__(self) -> tuple[type[dict[Any, Any]], tuple[dict[Any, Any]]]:
         """Copy and pickle as a dict of no optimizer."""
-        return dict, (dict(self),)
+        return dict, (self.copy(),)
 
 
 class OwnedEntries(_View):
@@ -117,6 +117,14 @@ class OwnedEntries(_View):
     def __iter__(self) -> Iterator[str]:
         own = self._own or self._names
         return iter([*(name for name in own if name not in self._beside), *self._beside])
+
+    def items(self) -> ItemsView[str, Any]:
+        """Return what is here, without ``names`` of what is elsewhere."""
+        return {name: self[name] for name in self if name in self._own or name in self._beside}.items()
+
+    def values(self) -> ValuesView[Any]:
+        """Return what is here."""
+        return self.copy().values()
 
     def clear(self) -> None:
         """Drop the class's entries; the master and the average restart."""
