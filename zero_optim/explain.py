@@ -144,8 +144,7 @@ def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
             uneven = f"not cut: {text}; the fullest rank sends {fullest / mean:.1f} x the mean ({why})"
         sent, levels, slices = len(rows), core.group.levels(param.device), bucket.slices
         if slices is not None:
-            on_hosts = None if levels is None else stripes_of(slices, levels.inside.size)
-            sent = 2 - slices.is_even if on_hosts is None else 3 - on_hosts.is_direct
+            sent = (slices if levels is None else stripes_of(slices, levels.inside.size)).num_collectives
         yield f"bucket: {text}{'' if active else ', frozen'}", uneven, sent * active
 
 

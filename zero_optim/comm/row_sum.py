@@ -142,7 +142,7 @@ def _start_by_hosts(
             nbytes += part.element_size() * (sum(in_rows) - in_rows[group.rank])
         elif into is not None:
             total = into.copy_(part)
-    group.phase.sent(nbytes, 3 - stripes.is_direct)
+    group.phase.sent(nbytes, stripes.num_collectives)
     return Pending([work], lambda _: total, [flat, total])
 
 

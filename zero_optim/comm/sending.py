@@ -153,7 +153,7 @@ def _gather_by_hosts(group: RankGroup, levels: Levels, flat: Tensor, rows: Slice
         stripes.unpack(whole, flat)
     nbytes = flat.element_size() * (sum(in_slices) - in_slices[group.rank])
     nbytes += (across.size - 1) * own.nbytes + (inside.size - 1) * octets.nbytes
-    group.phase.sent(nbytes, 3 - stripes.is_direct)
+    group.phase.sent(nbytes, stripes.num_collectives)
     return work
 
 

@@ -56,6 +56,11 @@ class Slices:
         """Whether each owner may receive its row from all other ranks: no more than a bucket."""
         return (len(self.rows) - 1) * max(self.rows) <= self.total
 
+    @property
+    def num_collectives(self) -> int:
+        """Collectives of a gather; on hosts of a sum too."""
+        return 2 - self.is_even
+
     @cached_property
     def splits(self) -> tuple[list[int], list[int]]:
         """What this rank's slice shares with each row, and this rank's row with each slice."""
@@ -96,6 +101,11 @@ class Stripes(Slices):
     def is_direct(self) -> bool:
         """Whether slices are the rows."""
         return self.parts == self.rows
+
+    @property
+    def num_collectives(self) -> int:
+        """One inside hosts, one across, and one where slices are not the rows."""
+        return 3 - self.is_direct
 
     @cached_property
     def sent(self) -> tuple[list[int], list[int]]:
