@@ -90,7 +90,8 @@ class Ours(System):
     package = "zero_optim"
 
     def build(self, optimizer_class: Callable[..., Any]) -> None:
-        self.optimizer = ZeroRedundancyOptimizer(self.groups(), optimizer_class, **self.trial.options)
+        options = self.trial.options | ({"allow_unsaved": True} if self.trial.wraps else {})
+        self.optimizer = ZeroRedundancyOptimizer(self.groups(), optimizer_class, **options)
         self.wrap()
 
     def wrap(self) -> None:
@@ -140,9 +141,24 @@ class OursOnFSDP2(FSDP2):
     title = "zero_optim on FSDP2"
     package = "zero_optim"
 
+    unkept: ClassVar[tuple[str, ...]] = ("heavyball", "schedulefree")  # by DCP: state without names, train mode
+
     def build(self, optimizer_class: Callable[..., Any]) -> None:
         self.wrap()
-        self.optimizer = ZeroRedundancyOptimizer(self.groups(), optimizer_class, **self.trial.options)
+        options = self.trial.options | ({"allow_unsaved": True} if self.trial.wraps else {})
+        self.optimizer = ZeroRedundancyOptimizer(self.groups(), optimizer_class, **options)
+
+    def save(self, folder: Path) -> None:
+        if self.trial.package not in self.unkept:
+            super().save(folder)
+        else:
+            checkpoint.save(folder / "saved", model=self.model, optimizer=self.optimizer)
+
+    def load(self, folder: Path) -> None:
+        if self.trial.package not in self.unkept:
+            super().load(folder)
+        else:
+            checkpoint.load(folder / "saved", model=self.model, optimizer=self.optimizer)
 
 
 SYSTEMS: dict[str, type[System]] = {
