@@ -141,7 +141,7 @@ class OursOnFSDP2(FSDP2):
     title = "zero_optim on FSDP2"
     package = "zero_optim"
 
-    unkept: ClassVar[tuple[str, ...]] = ("heavyball", "schedulefree")  # by DCP: state without names, train mode
+    unkept: ClassVar[tuple[str, ...]] = ("heavyball", "schedulefree")  # by DCP: no names, train mode
 
     def build(self, optimizer_class: Callable[..., Any]) -> None:
         self.wrap()

@@ -44,9 +44,9 @@ gradients. {versions}
 
 Each system is used as its documentation says, with its own calls for clipping, saving and loading, and
 `find_unused_parameters` if a parameter is frozen later. DeepSpeed refuses most classes without
-`zero_allow_untested_optimizer`, so it is set; so is our `allow_unsaved` for Lookahead. On FSDP2 both save with
-DCP, ours heavyball's and schedulefree's state with `checkpoint.save`. FairScale and DeepSpeed run in float32,
-the others in float64.
+`zero_allow_untested_optimizer`, so it is set; so is our `allow_unsaved` for Lookahead. On FSDP2 both save
+with DCP, ours heavyball's and schedulefree's state with `checkpoint.save`. FairScale and DeepSpeed
+run in float32, the others in float64.
 *zero_optim 1*, *2*, *3* shard state, gradients and parameters.
 
 Loops: *clip* clips the global norm. *Accumulate* has two backward passes in an update; both orders of sums
