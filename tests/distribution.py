@@ -86,7 +86,7 @@ def make_environment(wheel: Path, folder: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "--python", python, "install", *options, wheel]
     subprocess.run(pip, check=True, timeout=400, env=environment)
     names = {"base": str(folder), "platbase": str(folder)}
-    packages = Path(sysconfig.get_path("purelib", "venv", names))
+    packages = Path(sysconfig.get_path("purelib", "posix_prefix", names))
     (packages / "packages_of_the_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
 
