@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from zero_optim.checkpoint.data import Box, Rows, box_of, bytes_of
-from zero_optim.checkpoint.manifest import dtype_name
 from zero_optim.checkpoint.objects import Members, Objects, names_of, random_state, unwrapped
 from zero_optim.checkpoint.values import Json, key_of, pack
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.encoding import dtype_name
 from zero_optim.comm.wire import all_copied_to_cpu
 from zero_optim.plan.groups import options_of
 from zero_optim.plan.partition import assign_owners
 from zero_optim.plan.pieces import Piece, Pieces, is_whole, num_rows, piece_of, whole_piece
-from zero_optim.plan.strides import dense_strides, kept_dtype, strides_of_rows
+from zero_optim.plan.strides import kept_dtype
 from zero_optim.shard.row_bucket import KeptRows
 from zero_optim.state.moving import CutState
 
@@ -52,11 +52,8 @@ class RankContent:
         if cut.pieces[0] == piece:
             value = entries
             if isinstance(entries, dict):  # the whole has no memory here, only its form
-                forms = {n: strides_of_rows(dense_strides(t), len(t), cut.shape) for n, t in rows.items()}
                 value = copy(entries)
-                for name, form in forms.items():
-                    dtype = rows[name].dtype
-                    value[name] = torch.empty_strided(cut.shape, form, dtype=dtype, device="meta")
+                value.update((name, cut.form_of(tensor)) for name, tensor in rows.items())
             self.add(key, value)
         for name, tensor in rows.items():
             self.add_rows(f"{key}/{key_of(name)}", tensor, cut.shape, piece.start)

@@ -3,8 +3,8 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from datetime import datetime, timezone
 from io import BufferedRandom, FileIO
 from pathlib import Path
@@ -29,13 +29,15 @@ from zero_optim.checkpoint.manifest import VERSION, DataFile, Manifest, blamed_o
 from zero_optim.checkpoint.sections import (
     Source,
     mapping,
+    model_of,
     of_file,
     of_reader,
     sections_of,
     state_dict_of,
     torch_save,
 )
-from zero_optim.checkpoint.values import kinds_in, tensors_in, unpack, without_arrays
+from zero_optim.checkpoint.values import kinds_in, without_arrays
+from zero_optim.comm.encoding import tensors_in
 from zero_optim.errors import CheckpointError, StateMismatchError
 from zero_optim.plan.partition import assign_owners
 
@@ -71,19 +73,21 @@ def consolidate(source: Path, out: Path, *, weights: bool = False, force: bool =
     values = reader.manifest.values
     if wanted not in values:
         raise StateMismatchError(f"{source} holds no {wanted}")
+    with _writing(source, out), replacing(out) as file:
+        if out.suffix == ".safetensors":
+            _write_safetensors(file, reader)
+        else:
+            get = mapping(of_reader(reader), out)
+            _save(model_of(values, get) if wanted == MODEL else state_dict_of(values, get), file)
+
+
+@contextmanager
+def _writing(source: Path, out: Path) -> Iterator[None]:
+    """Remove what killed processes left of ``out``; turn errors in the body into CheckpointError."""
     with blamed_on(source):
         try:
             remove_stale_parts(out)
-            with replacing(out) as file:
-                if out.suffix == ".safetensors":
-                    _write_safetensors(file, reader)
-                else:
-                    get = mapping(of_reader(reader), out)
-                    if wanted == MODEL:
-                        whole = {name: unpack(part, get) for name, part in model_parts(values).items()}
-                    else:
-                        whole = state_dict_of(values, get)
-                    _save(whole, file)
+            yield
         except OSError as error:
             raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
 
@@ -165,20 +169,16 @@ def convert(
         raise ValueError(f"{out} exists, and only a file is replaced by a file: remove it first")
     content = _open(source, names)
     _check_kinds(content, _OBJECTS if to.startswith("torch") else _OBJECTS | _SUBCLASSES)
-    with blamed_on(source):
-        try:
-            remove_stale_parts(out)
-            whole = sections_of(content.values, mapping(content, out), by_name=to != "torch")
-            if to == "dcp":
-                from zero_optim.checkpoint.formats.dcp_folder import write_dcp
+    with _writing(source, out):
+        whole = sections_of(content.values, mapping(content, out), by_name=to != "torch")
+        if to == "dcp":
+            from zero_optim.checkpoint.formats.dcp_folder import write_dcp
 
-                with new_folder(out) as folder:
-                    write_dcp(whole, folder)
-            else:
-                with replacing(out) as file:
-                    _save(whole, file)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
+            with new_folder(out) as folder:
+                write_dcp(whole, folder)
+        else:
+            with replacing(out) as file:
+                _save(whole, file)
 
 
 def _check_kinds(source: Source, refused: set[str]) -> None:
@@ -205,14 +205,11 @@ def reshard(
     own_folder(out)
     _check_output(source, out, force=force)
     content = _open(source, names)
-    with blamed_on(source):
+    with _writing(source, out):
         owner_of = _owners(content, world_size)
-    try:
         with closing(FolderLock(out)) as lock:
             saved = _write(content, owner_of, out)
             complete(out, world_size, saved, content.values, alone=lock.keeps_out)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
 
 
 def _owners(source: Source, world_size: int) -> dict[str, int]:
@@ -234,7 +231,8 @@ def _owners(source: Source, world_size: int) -> dict[str, int]:
             of_key[key] = int(name) if int(name) < world_size else 0
         elif name in of_name:
             of_key[key] = of_name[name]
-    for key in (key for part in model_parts(source.values).values() for key in tensors_in(part)):
+    every = (tensors_in(part) for part in model_parts(source.values).values())
+    for key in (key for tensors in every for key in dict.fromkeys(body[0] for _, body in tensors)):
         if key in of_key:
             loads[of_key[key]] += source.boxes[key].nbytes
         else:

@@ -19,14 +19,7 @@ from zero_optim.checkpoint.content import (
     RankContent,
     model_parts,
 )
-from zero_optim.checkpoint.data import (
-    Box,
-    CheckpointReader,
-    box_of,
-    map_file,
-    tensor_in,
-    with_strides,
-)
+from zero_optim.checkpoint.data import Box, CheckpointReader, box_of, map_file, with_strides
 from zero_optim.checkpoint.files import open_part, write_all
 from zero_optim.checkpoint.objects import positional
 from zero_optim.checkpoint.values import Json, key_of, unpack, without_arrays
@@ -196,7 +189,7 @@ def sections_of(values: Mapping[str, Json], get: Callable[..., Tensor], *, by_na
     """Unpack all sections with the tensors of ``get``; StateMismatchError by name without names."""
     sections, random = dict[str, Any](), dict[str, Any]()
     if MODEL in values:
-        sections[MODEL] = {name: unpack(part, get) for name, part in model_parts(values).items()}
+        sections[MODEL] = model_of(values, get)
     if OPTIMIZER in values:
         sections[OPTIMIZER] = state_dict_of(values, get, by_name=by_name)
     for key, value in values.items():
@@ -206,6 +199,11 @@ def sections_of(values: Mapping[str, Json], get: Callable[..., Tensor], *, by_na
         elif section not in (MODEL, OPTIMIZER) and value != ["plain", None]:
             sections[section] = unpack(value, get)
     return sections | ({RANDOM: random} if random else {})
+
+
+def model_of(values: Mapping[str, Json], get: Callable[..., Tensor]) -> dict[str, Any]:
+    """Unpack the model's state dict."""
+    return {name: unpack(part, get) for name, part in model_parts(values).items()}
 
 
 def state_dict_of(
@@ -246,7 +244,7 @@ def mapping(source: Source, out: Path) -> Callable[[str, Sequence[int]], Tensor]
             with file:
                 run: Any = memory_of(tensor).numpy()
                 write_all(file, memoryview(run))
-            return tensor_in(map_file(path, tensor.nbytes), tensor.dtype, tensor.shape, tensor.stride())
+            return map_file(path, 0, tensor.dtype, tensor.shape, tensor.stride())
         finally:
             path.unlink(missing_ok=True)
 
