@@ -116,8 +116,25 @@ def lay_out(boxes: Iterable[Box]) -> tuple[bytes, list[tuple[Box, int]]]:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """View a tensor's elements, in row-major order, as bytes in CPU memory, or of a copy."""
-    run: Any = memory_of(tensor.detach().cpu().contiguous()).numpy()
+    run: Any = memory_of(loaded(tensor).detach().cpu().contiguous()).numpy()
     return memoryview(run)
+
+
+def lazy(
+    dtype: torch.dtype | None,
+    shape: Sequence[int],
+    read: Callable[[], Tensor],
+    mapped: Callable[[], Tensor | None] = lambda: None,
+) -> Tensor:
+    """Stand for a tensor that `loaded` reads, or that is ``mapped`` from a file if it can be."""
+    tensor: Any = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    tensor.read, tensor.mapped = read, mapped
+    return tensor  # type: ignore[no-any-return]
+
+
+def loaded(tensor: Any) -> Tensor:  # noqa: ANN401 - it has attributes of ours
+    """Read a tensor that is `lazy`; others stay as they are."""
+    return tensor.read() if tensor.is_meta else tensor  # type: ignore[no-any-return]
 
 
 def data_name(token: str, rank: int) -> str:

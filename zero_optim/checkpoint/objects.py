@@ -75,7 +75,7 @@ class HeldRows(NamedTuple):
     """A DTensor of a model: a tensor of its shape without memory, this rank's rows, and those of each."""
 
     stands_in: Tensor
-    rows: Tensor
+    kept: KeptRows
     pieces: Pieces
 
 
@@ -135,7 +135,8 @@ class Objects:
                 )
             if param not in first:
                 stands_in = shown_when_freed(param.shape, param.dtype, param.device)
-                first[param] = HeldRows(stands_in, local_rows(param), rows)
+                strides = torch.empty(param.shape, device="meta").stride()
+                first[param] = HeldRows(stands_in, KeptRows(strides, local_rows(param)), rows)
             self.held[name] = first[param]
 
     @contextmanager
@@ -143,7 +144,8 @@ class Objects:
         """Use state dicts of the model without communication; yields the rows of freed ones by address."""
         buckets = [] if self.optimizer is None else self.optimizer.core.engine.row_buckets
         with left_freed(buckets) as rows_of:
-            yield {param.data_ptr(): rows for param, rows in rows_of.items() if param.numel()}
+            every = rows_of | {each.stands_in: each.kept for each in self.held.values()}
+            yield {param.data_ptr(): rows for param, rows in every.items() if param.numel()}
 
     def model_state(self) -> dict[str, Any]:
         """Take the state dict of the model without wrappers; see `left_freed`. Empty without a model.

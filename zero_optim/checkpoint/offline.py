@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from zero_optim.checkpoint.content import MODEL, OPTIMIZER, RANDOM, STATE, model_parts
+from zero_optim.checkpoint.content import MODEL, OPTIMIZER, RANDOM, STATE, RankContent, model_parts
 from zero_optim.checkpoint.data import (
     DTYPES,
     Box,
@@ -27,7 +27,6 @@ from zero_optim.checkpoint.files import FolderLock, new_folder, remove_stale_par
 from zero_optim.checkpoint.folder import complete, discard, new_token, own_folder
 from zero_optim.checkpoint.manifest import VERSION, DataFile, Manifest, blamed_on, parse
 from zero_optim.checkpoint.sections import (
-    Source,
     mapping,
     model_of,
     of_file,
@@ -116,7 +115,7 @@ def _write_safetensors(file: FileIO, reader: CheckpointReader) -> None:
         write_all(file, bytes_of(reader.read_tensor(keys[box.key])))
 
 
-def _open(path: Path, names: Sequence[str] | None = None) -> Source:
+def _open(path: Path, names: Sequence[str] | None = None) -> RankContent:
     if path.is_file():
         return of_file(path, names)
     if (path / ".metadata").exists():
@@ -181,7 +180,7 @@ def convert(
                 _save(whole, file)
 
 
-def _check_kinds(source: Source, refused: set[str]) -> None:
+def _check_kinds(source: RankContent, refused: set[str]) -> None:
     """Refuse values that another library could not read, or not without running code."""
     values = {key: without_arrays(v) if key.startswith(RANDOM) else v for key, v in source.values.items()}
     groups = values.pop(OPTIMIZER, {"groups": []})["groups"]
@@ -212,14 +211,14 @@ def reshard(
             complete(out, world_size, saved, content.values, alone=lock.keeps_out)
 
 
-def _owners(source: Source, world_size: int) -> dict[str, int]:
+def _owners(source: RankContent, world_size: int) -> dict[str, int]:
     """Choose ranks for keys as an optimizer does by default: by size, group by group; rank 0 for others."""
     about = source.values.get(OPTIMIZER, {"groups": [], "params": {}})
-    found = ((key, re.match(f"({STATE}|{MODEL}|{RANDOM})/([^/]+)", key)) for key in source.boxes)
+    found = ((key, re.match(f"({STATE}|{MODEL}|{RANDOM})/([^/]+)", key)) for key in source.tensors)
     parts = {key: (match[1], unquote(match[2])) for key, match in found if match is not None}
     costs = defaultdict[str, float](float)  # elements of a parameter, or if unknown the bytes of its state
     for key, (section, name) in parts.items():
-        costs[name] += source.boxes[key].nbytes if section == STATE else 0
+        costs[name] += source.tensors[key].nbytes if section == STATE else 0
     costs.update({name: float(math.prod(shape)) for name, (_, shape) in about["params"].items()})
     groups, of_name = [group["names"] for group in about["groups"]], dict[str, int]()
     owners = assign_owners([[costs[name] for name in names] for names in groups], world_size)
@@ -234,23 +233,21 @@ def _owners(source: Source, world_size: int) -> dict[str, int]:
     every = (tensors_in(part) for part in model_parts(source.values).values())
     for key in (key for tensors in every for key in dict.fromkeys(body[0] for _, body in tensors)):
         if key in of_key:
-            loads[of_key[key]] += source.boxes[key].nbytes
+            loads[of_key[key]] += source.tensors[key].nbytes
         else:
-            rest[key] = source.boxes[key].nbytes
+            rest[key] = source.tensors[key].nbytes
     (more,) = assign_owners([list(rest.values())], world_size, loads)
     return of_key | dict(zip(rest, more, strict=True))
 
 
-def _write(source: Source, owner_of: dict[str, int], out: Path) -> Saved:
+def _write(source: RankContent, owner_of: dict[str, int], out: Path) -> Saved:
     token, boxes = new_token(), dict[int, list[Box]]()
-    for key, box in source.boxes.items():
-        boxes.setdefault(owner_of.get(key, 0), []).append(box)
+    for box in source.all_boxes():
+        boxes.setdefault(owner_of.get(box.key, 0), []).append(box)
     files, written = dict[str, DataFile](), Written()
     try:
         for rank in sorted(boxes):
-            file, places = write_tensors(
-                out, token, rank, boxes[rank], lambda box: bytes_of(source.read(box.key))
-            )
+            file, places = write_tensors(out, token, rank, boxes[rank], source.bytes_of)
             files.update(file)
             written += places
     except BaseException:
