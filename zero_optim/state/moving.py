@@ -73,13 +73,10 @@ class CutState:
 
     def picked(self, entries: Nested, piece: Piece, start: int, stop: int) -> Nested:
         """Select rows ``[start, stop)`` of a piece's state: views of them, and all uncut entries."""
-        rows = self.cut_entries(entries, piece)
-        if not rows:
-            return entries
-        entries = copy(entries)
-        for name, value in rows.items():
-            entries[name] = value.detach()[start - piece.start : stop - piece.start]
-        return entries
+        chosen = copy(entries) if isinstance(entries, dict) else entries
+        for name, value in self.cut_entries(entries, piece).items():
+            chosen[name] = value.detach()[start - piece.start : stop - piece.start]
+        return chosen
 
     def joined(self, about: str, parts: Mapping[int, Nested]) -> Nested:
         """Join the owners' parts, whose rows are taken out, in new CPU memory; uncut entries are the first's.
@@ -93,8 +90,8 @@ class CutState:
                 rows.setdefault(name, []).append((piece, value))
                 entries[name] = None  # so that its memory is free once it is copied
         whole = map_tensors(next(iter(parts.values())), copied_to_cpu)
-        while rows:
-            name, found = rows.popitem()
+        for name in list(rows):
+            found = rows.pop(name)
             form = self.form_of(found[0][1])
             got = sum(len(value) for _, value in found if value.dtype == form.dtype)
             if got != self.shape[0]:
@@ -164,7 +161,7 @@ class RowMap:
         state: dict[Any, Nested] = {}
         for holder in sorted(messages):
             state.update((key, value) for key, value in messages[holder].items() if key not in state)
-        for index in state.keys() & self.shaped.keys():
+        for index in sorted(state.keys() & self.shaped.keys()):
             own = piece_of(self.wanted[index], rank)
             assert own is not None  # nobody sends what is not wanted
             holders = [(h, max(a, own.start), min(b, own.stop)) for h, a, b in self.held[index]]
