@@ -207,9 +207,9 @@ def mapping(source: RankContent, out: Path) -> Callable[[str, Sequence[int]], Te
 
     def mapped(key: str, strides: Sequence[int]) -> Tensor:
         saved: Any = source.tensors[key]
-        tensor = saved.mapped() if saved.is_meta else saved
+        tensor: Tensor | None = saved.mapped() if hasattr(saved, "mapped") else saved
         is_all = tensor is not None and tensor.untyped_storage().nbytes() == tensor.nbytes
-        if is_all and (tensor.stride() == tuple(strides) or not tensor.numel()):
+        if tensor is not None and is_all and (tensor.stride() == tuple(strides) or not tensor.numel()):
             return tensor
         tensor = with_strides(loaded(saved) if tensor is None else tensor, strides)
         if not tensor.numel():

@@ -129,8 +129,8 @@ def add_group(core: Core, group: dict[str, Any]) -> None:
             GroupReader.behind(core.groups).add_param_group(group)
             new = core.groups[before:]
             (group,) = new
-            named = zip(short_names(core.groups)[-len(group["params"]) :], group["params"], strict=True)
-            held = held_among(list(named), core.group)
+            names = short_names(core.groups)[-len(group["params"]) :]
+            held = held_among(list(zip(names, group["params"], strict=True)), core.group)
             inputs.held.update(held)
             sharding.hold(held, row_pieces(held))
             core.group.check_serves([param for param in group["params"] if param not in held])
@@ -147,7 +147,6 @@ def add_group(core: Core, group: dict[str, Any]) -> None:
         for bucket in buckets:
             bucket.release()
         inputs.note(new, own, plan.costs)
-        names = short_names(core.groups)[-len(group["params"]) :]
         core.engine.add([*sharding.add(group["params"], plan, names), *buckets])
     except Exception:
         for param in [param for each in core.groups[before:] for param in each["params"]]:
