@@ -6,20 +6,18 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from zlib import crc32
 
-import torch
 from torch import Tensor
 
 from zero_optim.checkpoint.data import Box, Rows, box_of, bytes_of
-from zero_optim.checkpoint.manifest import dtype_name
 from zero_optim.checkpoint.objects import Members, Objects, names_of, random_state, unwrapped
 from zero_optim.checkpoint.values import Json, key_of, pack
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.encoding import dtype_name
 from zero_optim.comm.wire import all_copied_to_cpu
 from zero_optim.plan.groups import options_of
 from zero_optim.plan.partition import assign_owners
-from zero_optim.plan.pieces import Piece, Pieces, is_whole, num_rows, piece_of, whole_piece
-from zero_optim.plan.strides import dense_strides, kept_dtype, strides_of_rows
-from zero_optim.shard.row_bucket import KeptRows
+from zero_optim.plan.pieces import Piece, is_whole, num_rows, piece_of, whole_piece
+from zero_optim.plan.strides import kept_dtype
 from zero_optim.state.moving import CutState
 
 MODEL, OPTIMIZER, STATE, EVERYWHERE, RANDOM, EXTRA = (
@@ -29,7 +27,7 @@ MODEL, OPTIMIZER, STATE, EVERYWHERE, RANDOM, EXTRA = (
 
 @dataclass(slots=True)
 class RankContent:
-    """What one rank writes: packed values, tensors, and the boxes of those that are rows, by key."""
+    """What one rank writes, by key: packed values, tensors, maybe `lazy`, and boxes of rows among them."""
 
     values: dict[str, Json] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -52,11 +50,8 @@ class RankContent:
         if cut.pieces[0] == piece:
             value = entries
             if isinstance(entries, dict):  # the whole has no memory here, only its form
-                forms = {n: strides_of_rows(dense_strides(t), len(t), cut.shape) for n, t in rows.items()}
                 value = copy(entries)
-                for name, form in forms.items():
-                    dtype = rows[name].dtype
-                    value[name] = torch.empty_strided(cut.shape, form, dtype=dtype, device="meta")
+                value.update((name, cut.form_of(tensor)) for name, tensor in rows.items())
             self.add(key, value)
         for name, tensor in rows.items():
             self.add_rows(f"{key}/{key_of(name)}", tensor, cut.shape, piece.start)
@@ -99,14 +94,14 @@ class Place(NamedTuple):
 def places_of(tensors: Mapping[str, Tensor], objects: Objects, group: RankGroup) -> list[Place]:
     """Choose which rank writes or reads which rows of each tensor of a model; equal on every rank."""
     params = objects.optimizer.pieces() if objects.optimizer is not None else {}
-    held = {each.stands_in.data_ptr(): each for each in objects.held.values() if each.stands_in.numel()}
+    held = {
+        each.stands_in.data_ptr(): each.pieces for each in objects.held.values() if each.stands_in.numel()
+    }
     of_memory = {param.data_ptr(): (param, pieces) for param, pieces in params.items() if param.numel()}
     of_memory.pop(0, None)  # of DTensors
-    chosen: dict[str, Pieces] = {}
+    chosen = {key: held[tensor.data_ptr()] for key, tensor in tensors.items() if tensor.data_ptr() in held}
     loads = [0.0] * group.size
     for key, tensor in tensors.items():
-        if tensor.data_ptr() in held:
-            chosen[key] = held[tensor.data_ptr()].pieces
         if tensor.data_ptr() not in of_memory:
             continue
         param, pieces = of_memory[tensor.data_ptr()]
@@ -122,9 +117,6 @@ def places_of(tensors: Mapping[str, Tensor], objects: Objects, group: RankGroup)
     with objects.left_freed() as freed:
         for key, tensor in tensors.items():
             pieces, unit = chosen.get(key) or others[key], freed.get(tensor.data_ptr())
-            if tensor.data_ptr() in held:
-                strides = torch.empty(tensor.shape, device="meta").stride()
-                unit = KeptRows(strides, held[tensor.data_ptr()].rows)
             own, rows, memory = piece_of(pieces, group.rank), None, None
             if own is not None:
                 rows = None if is_whole(own, tensor.shape) else (own.start, own.stop)

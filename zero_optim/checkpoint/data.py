@@ -6,19 +6,21 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from operator import add, sub
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from zero_optim.checkpoint import manifest as manifests
 from zero_optim.checkpoint.files import open_regular, write_all
-from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, blamed_on, dtype_name
+from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, blamed_on
+from zero_optim.comm.encoding import dtype_name
 from zero_optim.comm.wire import memory_of
 from zero_optim.errors import CheckpointError
+from zero_optim.plan.pieces import num_rows
 from zero_optim.plan.plan import ALIGNMENT_NBYTES
 
 # A large tensor has a checksum for each block of rows of about this size. A load that wants some of its rows
@@ -114,8 +116,25 @@ def lay_out(boxes: Iterable[Box]) -> tuple[bytes, list[tuple[Box, int]]]:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """View a tensor's elements, in row-major order, as bytes in CPU memory, or of a copy."""
-    run: Any = memory_of(tensor.detach().cpu().contiguous()).numpy()
+    run: Any = memory_of(loaded(tensor).detach().cpu().contiguous()).numpy()
     return memoryview(run)
+
+
+def lazy(
+    dtype: torch.dtype | None,
+    shape: Sequence[int],
+    read: Callable[[], Tensor],
+    mapped: Callable[[], Tensor | None] = lambda: None,
+) -> Tensor:
+    """Stand for a tensor that `loaded` reads, or that is ``mapped`` from a file if it can be."""
+    tensor: Any = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    tensor.read, tensor.mapped = read, mapped
+    return tensor  # type: ignore[no-any-return]
+
+
+def loaded(tensor: Any) -> Tensor:  # noqa: ANN401 - it has attributes of ours
+    """Read a tensor that is `lazy`; others stay as they are."""
+    return tensor.read() if hasattr(tensor, "read") else tensor  # type: ignore[no-any-return]
 
 
 def data_name(token: str, rank: int) -> str:
@@ -163,17 +182,13 @@ def entries_of(written: Iterable[tuple[Box, Chunk]]) -> dict[str, Entry]:
     }
 
 
-def map_file(path: Path, nbytes: int) -> torch.UntypedStorage:
-    """Map the first bytes of a file. Changes do not reach the file."""
-    storage: Any = torch.UntypedStorage.from_file(str(path), False, nbytes)
-    return storage  # type: ignore[no-any-return]
-
-
-def tensor_in(
-    storage: torch.UntypedStorage, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] = ()
+def map_file(
+    path: Path, start: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]
 ) -> Tensor:
-    """Return a tensor that uses a storage as its memory; contiguous if no strides are given."""
-    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), tuple(strides))
+    """Map a dense tensor whose memory begins at a byte of a file. Changes do not reach the file."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = torch.from_numpy(np.memmap(path, np.uint8, "c", start, nbytes))
+    return memory.view(dtype).as_strided(tuple(shape), tuple(strides))
 
 
 def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
@@ -190,7 +205,6 @@ class CheckpointReader:
         self.folder = folder
         self.manifest = manifests.read(folder)
         self._headers = dict(self.manifest.files)  # those not yet checked
-        self._mapped: dict[str, torch.UntypedStorage] = {}
 
     def read(self, key: str, chunk: Chunk, into: memoryview | None = None) -> None:
         """Compare a chunk with its checksum, and read its bytes ``into`` memory of that length."""
@@ -245,33 +259,18 @@ class CheckpointReader:
     def map_tensor(self, key: str) -> Tensor | None:
         """Return a contiguous tensor that is mapped from its file; None if it is in several parts."""
         entry = self._entry(key)
-        if not entry.nbytes:
-            return self.read_tensor(key)
-        if not _is_one_run(entry):
+        row_nbytes = entry.nbytes // max(1, num_rows(entry.shape))
+        runs = {(chunk.file, chunk.start - sum(chunk.offsets[:1]) * row_nbytes) for chunk in entry.chunks}
+        are_rows = all(chunk.sizes[1:] == entry.shape[1:] for chunk in entry.chunks)
+        if not entry.nbytes or len(runs) > 1 or not are_rows:
             return None
         for chunk in entry.chunks:
             self.read(key, chunk)
-        first = entry.chunks[0]
-        if first.file not in self._mapped:
-            nbytes = self.manifest.files[first.file].nbytes
-            self._mapped[first.file] = map_file(self.folder / first.file, nbytes)
-        storage = self._mapped[first.file][first.start : first.start + entry.nbytes]
+        ((name, start),) = runs
         assert entry.dtype is not None  # `_entry` has refused bytes
-        return tensor_in(storage, entry.dtype, entry.shape)
+        strides = torch.empty(entry.shape, device="meta").stride()
+        return map_file(self.folder / name, start, entry.dtype, entry.shape, strides)
 
 
 def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=False))
-
-
-def _is_one_run(entry: Entry) -> bool:
-    """Whether a tensor's chunks are blocks of rows in one run of a file."""
-    row, rest = 0, entry.shape[1:]
-    for chunk in entry.chunks if len(entry.chunks) > 1 else ():
-        if chunk.offsets != (row, *[0] * len(rest)) or chunk.sizes[1:] != rest:
-            return False
-        row += chunk.sizes[0]
-    return all(
-        (chunk.file, chunk.start) == (before.file, before.start + before.nbytes)
-        for before, chunk in pairwise(entry.chunks)
-    )

@@ -18,10 +18,9 @@ from zero_optim.checkpoint.content import (
     places_of,
 )
 from zero_optim.checkpoint.data import CheckpointReader, Rows, with_strides
-from zero_optim.checkpoint.manifest import dtype_named
 from zero_optim.checkpoint.objects import Members, Names, Objects, names_of
 from zero_optim.checkpoint.values import Json, entries_in, key_of, unpack
-from zero_optim.comm.encoding import Nested, map_tensors
+from zero_optim.comm.encoding import Nested, dtype_named, map_tensors
 from zero_optim.errors import StateMismatchError
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import names_text, options_of

@@ -125,7 +125,7 @@ def _load_from(members: Members, reader: CheckpointReader, objects: Objects, ran
                 with _fits("the random state"):
                     set_random_state(part.sections[RANDOM], objects.device)
     except BaseException:
-        undo()
+        undo.close()
         raise
     # Everything is checked now. Only a rank that dies can stop the load from here on.
     _share_model(members.group, part)

@@ -40,6 +40,7 @@ from typing import Any
 import torch
 
 from zero_optim.checkpoint.files import open_regular, replacing, sync_folder, write_all
+from zero_optim.comm.encoding import dtype_name, dtype_named
 from zero_optim.errors import CheckpointError, ZeroOptimError, message_of
 
 FILE = "manifest.json"
@@ -50,19 +51,6 @@ _HEAD_NBYTES = 4096  # at most, with the line end
 _MAX_NBYTES = 2**30  # a million tensors take a fifth of that
 _MAX_INT = 2**63 - 1
 _MANY = 2**20  # characters; of a larger manifest the share of brackets is checked
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Name a dtype as files do."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype of a name; ValueError if this PyTorch has none."""
-    dtype = getattr(torch, name, None)
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    raise ValueError(f"this PyTorch has no dtype {name}")
 
 
 def _check_numbers(what: str, numbers: tuple[Any, ...]) -> None:

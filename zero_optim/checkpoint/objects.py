@@ -3,7 +3,7 @@
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -75,7 +75,7 @@ class HeldRows(NamedTuple):
     """A DTensor of a model: a tensor of its shape without memory, this rank's rows, and those of each."""
 
     stands_in: Tensor
-    rows: Tensor
+    kept: KeptRows
     pieces: Pieces
 
 
@@ -135,7 +135,8 @@ class Objects:
                 )
             if param not in first:
                 stands_in = shown_when_freed(param.shape, param.dtype, param.device)
-                first[param] = HeldRows(stands_in, local_rows(param), rows)
+                strides = torch.empty(param.shape, device="meta").stride()
+                first[param] = HeldRows(stands_in, KeptRows(strides, local_rows(param)), rows)
             self.held[name] = first[param]
 
     @contextmanager
@@ -143,7 +144,8 @@ class Objects:
         """Use state dicts of the model without communication; yields the rows of freed ones by address."""
         buckets = [] if self.optimizer is None else self.optimizer.core.engine.row_buckets
         with left_freed(buckets) as rows_of:
-            yield {param.data_ptr(): rows for param, rows in rows_of.items() if param.numel()}
+            every = rows_of | {each.stands_in: each.kept for each in self.held.values()}
+            yield {param.data_ptr(): rows for param, rows in every.items() if param.numel()}
 
     def model_state(self) -> dict[str, Any]:
         """Take the state dict of the model without wrappers; see `left_freed`. Empty without a model.
@@ -255,38 +257,29 @@ def _cuda(device: torch.device | None) -> torch.device:
     return device if device is not None and device.type == "cuda" else torch.device("cuda")
 
 
-def undo_of(objects: Objects) -> Callable[[], None]:
-    """Copy what a load will change; the result restores it. The model's tensors are checked instead."""
-    steps: list[Callable[[], None]] = []
+def undo_of(objects: Objects) -> ExitStack:
+    """Copy what a load will change; closing the result restores it. Tensors of the model are not copied."""
+    undo, device = ExitStack(), objects.device  # what is added last is restored first
+    undo.callback(set_random_state, random_state(device), device)
     if objects.optimizer is not None:
         objects.optimizer.wait_for_gathers()  # and for steps of a backward pass that broke off
-        steps.append(objects.optimizer.core.remember())
+        undo.callback(objects.optimizer.core.remember())
     rest = {name: value for name, value in objects.model_state().items() if not isinstance(value, Tensor)}
     if rest:
-        steps.append(_loading(objects.load_extra_state, rest, {}))
-    steps += [
-        _loading(value.load_state_dict, value.state_dict(), getattr(value, "__dict__", {}))
-        for value in objects.others.values()
-    ]
-    device = objects.device
-    drawn = random_state(device)
-
-    def undo() -> None:
-        for step in reversed(steps):  # restoring a scheduler may write to its optimizer
-            step()
-        set_random_state(drawn, device)
-
+        undo.callback(_load_again, objects.load_extra_state, deepcopy(rest), {}, {})
+    for value in objects.others.values():  # restoring a scheduler may write to its optimizer
+        attributes = getattr(value, "__dict__", {})
+        undo.callback(
+            _load_again, value.load_state_dict, deepcopy(value.state_dict()), attributes, dict(attributes)
+        )
     return undo
 
 
-def _loading(load: Callable[[Any], object], state: object, attributes: dict[str, Any]) -> Callable[[], None]:
-    state, before = deepcopy(state), dict(attributes)
-
-    def step() -> None:
-        with suppress(Exception):  # the error that led to the undo is the one to report
-            load(state)
-        if before:
-            attributes.clear()
-            attributes.update(before)
-
-    return step
+def _load_again(
+    load: Callable[[Any], object], state: object, attributes: dict[str, Any], before: dict[str, Any]
+) -> None:
+    with suppress(Exception):  # the error that led to the undo is the one to report
+        load(state)
+    if before:
+        attributes.clear()
+        attributes.update(before)

@@ -3,15 +3,15 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from datetime import datetime, timezone
 from io import BufferedRandom, FileIO
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from zero_optim.checkpoint.content import MODEL, OPTIMIZER, RANDOM, STATE, model_parts
+from zero_optim.checkpoint.content import MODEL, OPTIMIZER, RANDOM, STATE, RankContent, model_parts
 from zero_optim.checkpoint.data import (
     DTYPES,
     Box,
@@ -27,15 +27,16 @@ from zero_optim.checkpoint.files import FolderLock, new_folder, remove_stale_par
 from zero_optim.checkpoint.folder import complete, discard, new_token, own_folder
 from zero_optim.checkpoint.manifest import VERSION, DataFile, Manifest, blamed_on, parse
 from zero_optim.checkpoint.sections import (
-    Source,
     mapping,
+    model_of,
     of_file,
     of_reader,
     sections_of,
     state_dict_of,
     torch_save,
 )
-from zero_optim.checkpoint.values import kinds_in, tensors_in, unpack, without_arrays
+from zero_optim.checkpoint.values import kinds_in, without_arrays
+from zero_optim.comm.encoding import tensors_in
 from zero_optim.errors import CheckpointError, StateMismatchError
 from zero_optim.plan.partition import assign_owners
 
@@ -71,19 +72,21 @@ def consolidate(source: Path, out: Path, *, weights: bool = False, force: bool =
     values = reader.manifest.values
     if wanted not in values:
         raise StateMismatchError(f"{source} holds no {wanted}")
+    with _writing(source, out), replacing(out) as file:
+        if out.suffix == ".safetensors":
+            _write_safetensors(file, reader)
+        else:
+            get = mapping(of_reader(reader), out)
+            _save(model_of(values, get) if wanted == MODEL else state_dict_of(values, get), file)
+
+
+@contextmanager
+def _writing(source: Path, out: Path) -> Iterator[None]:
+    """Remove what killed processes left of ``out``; turn errors in the body into CheckpointError."""
     with blamed_on(source):
         try:
             remove_stale_parts(out)
-            with replacing(out) as file:
-                if out.suffix == ".safetensors":
-                    _write_safetensors(file, reader)
-                else:
-                    get = mapping(of_reader(reader), out)
-                    if wanted == MODEL:
-                        whole = {name: unpack(part, get) for name, part in model_parts(values).items()}
-                    else:
-                        whole = state_dict_of(values, get)
-                    _save(whole, file)
+            yield
         except OSError as error:
             raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
 
@@ -112,7 +115,7 @@ def _write_safetensors(file: FileIO, reader: CheckpointReader) -> None:
         write_all(file, bytes_of(reader.read_tensor(keys[box.key])))
 
 
-def _open(path: Path, names: Sequence[str] | None = None) -> Source:
+def _open(path: Path, names: Sequence[str] | None = None) -> RankContent:
     if path.is_file():
         return of_file(path, names)
     if (path / ".metadata").exists():
@@ -165,23 +168,19 @@ def convert(
         raise ValueError(f"{out} exists, and only a file is replaced by a file: remove it first")
     content = _open(source, names)
     _check_kinds(content, _OBJECTS if to.startswith("torch") else _OBJECTS | _SUBCLASSES)
-    with blamed_on(source):
-        try:
-            remove_stale_parts(out)
-            whole = sections_of(content.values, mapping(content, out), by_name=to != "torch")
-            if to == "dcp":
-                from zero_optim.checkpoint.formats.dcp_folder import write_dcp
+    with _writing(source, out):
+        whole = sections_of(content.values, mapping(content, out), by_name=to != "torch")
+        if to == "dcp":
+            from zero_optim.checkpoint.formats.dcp_folder import write_dcp
 
-                with new_folder(out) as folder:
-                    write_dcp(whole, folder)
-            else:
-                with replacing(out) as file:
-                    _save(whole, file)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
+            with new_folder(out) as folder:
+                write_dcp(whole, folder)
+        else:
+            with replacing(out) as file:
+                _save(whole, file)
 
 
-def _check_kinds(source: Source, refused: set[str]) -> None:
+def _check_kinds(source: RankContent, refused: set[str]) -> None:
     """Refuse values that another library could not read, or not without running code."""
     values = {key: without_arrays(v) if key.startswith(RANDOM) else v for key, v in source.values.items()}
     groups = values.pop(OPTIMIZER, {"groups": []})["groups"]
@@ -205,24 +204,21 @@ def reshard(
     own_folder(out)
     _check_output(source, out, force=force)
     content = _open(source, names)
-    with blamed_on(source):
+    with _writing(source, out):
         owner_of = _owners(content, world_size)
-    try:
         with closing(FolderLock(out)) as lock:
             saved = _write(content, owner_of, out)
             complete(out, world_size, saved, content.values, alone=lock.keeps_out)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
 
 
-def _owners(source: Source, world_size: int) -> dict[str, int]:
+def _owners(source: RankContent, world_size: int) -> dict[str, int]:
     """Choose ranks for keys as an optimizer does by default: by size, group by group; rank 0 for others."""
     about = source.values.get(OPTIMIZER, {"groups": [], "params": {}})
-    found = ((key, re.match(f"({STATE}|{MODEL}|{RANDOM})/([^/]+)", key)) for key in source.boxes)
+    found = ((key, re.match(f"({STATE}|{MODEL}|{RANDOM})/([^/]+)", key)) for key in source.tensors)
     parts = {key: (match[1], unquote(match[2])) for key, match in found if match is not None}
     costs = defaultdict[str, float](float)  # elements of a parameter, or if unknown the bytes of its state
     for key, (section, name) in parts.items():
-        costs[name] += source.boxes[key].nbytes if section == STATE else 0
+        costs[name] += source.tensors[key].nbytes if section == STATE else 0
     costs.update({name: float(math.prod(shape)) for name, (_, shape) in about["params"].items()})
     groups, of_name = [group["names"] for group in about["groups"]], dict[str, int]()
     owners = assign_owners([[costs[name] for name in names] for names in groups], world_size)
@@ -234,25 +230,24 @@ def _owners(source: Source, world_size: int) -> dict[str, int]:
             of_key[key] = int(name) if int(name) < world_size else 0
         elif name in of_name:
             of_key[key] = of_name[name]
-    for key in (key for part in model_parts(source.values).values() for key in tensors_in(part)):
+    every = (tensors_in(part) for part in model_parts(source.values).values())
+    for key in (key for tensors in every for key in dict.fromkeys(body[0] for _, body in tensors)):
         if key in of_key:
-            loads[of_key[key]] += source.boxes[key].nbytes
+            loads[of_key[key]] += source.tensors[key].nbytes
         else:
-            rest[key] = source.boxes[key].nbytes
+            rest[key] = source.tensors[key].nbytes
     (more,) = assign_owners([list(rest.values())], world_size, loads)
     return of_key | dict(zip(rest, more, strict=True))
 
 
-def _write(source: Source, owner_of: dict[str, int], out: Path) -> Saved:
+def _write(source: RankContent, owner_of: dict[str, int], out: Path) -> Saved:
     token, boxes = new_token(), dict[int, list[Box]]()
-    for key, box in source.boxes.items():
-        boxes.setdefault(owner_of.get(key, 0), []).append(box)
+    for box in source.all_boxes():
+        boxes.setdefault(owner_of.get(box.key, 0), []).append(box)
     files, written = dict[str, DataFile](), Written()
     try:
         for rank in sorted(boxes):
-            file, places = write_tensors(
-                out, token, rank, boxes[rank], lambda box: bytes_of(source.read(box.key))
-            )
+            file, places = write_tensors(out, token, rank, boxes[rank], source.bytes_of)
             files.update(file)
             written += places
     except BaseException:

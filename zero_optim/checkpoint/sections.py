@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -19,14 +20,7 @@ from zero_optim.checkpoint.content import (
     RankContent,
     model_parts,
 )
-from zero_optim.checkpoint.data import (
-    Box,
-    CheckpointReader,
-    box_of,
-    map_file,
-    tensor_in,
-    with_strides,
-)
+from zero_optim.checkpoint.data import CheckpointReader, lazy, loaded, map_file, with_strides
 from zero_optim.checkpoint.files import open_part, write_all
 from zero_optim.checkpoint.objects import positional
 from zero_optim.checkpoint.values import Json, key_of, unpack, without_arrays
@@ -44,39 +38,16 @@ EXACT = "zero_optim"  # in a folder of DCP: a tuple with the sections that no ot
 _KNOWN = (MODEL, OPTIMIZER, "scheduler", "scaler", RANDOM)
 
 
-class Source(NamedTuple):
-    """Packed values, and whole tensors by key; ``mapped`` returns None for what has to be read."""
-
-    values: Mapping[str, Json]
-    boxes: Mapping[str, Box]
-    read: Callable[[str], Tensor]
-    mapped: Callable[[str], Tensor | None]
-
-
-class Placeholders:
-    """Tensors without memory, on the device "meta", that are read one at a time."""
-
-    def __init__(self) -> None:
-        self._readers: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
-
-    def add(self, dtype: torch.dtype, shape: Sequence[int], read: Callable[[], Tensor]) -> Tensor:
-        """Return a placeholder for what ``read`` returns."""
-        placeholder = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        self._readers[id(placeholder)] = placeholder, read
-        return placeholder
-
-    def read(self, tensor: Tensor) -> Tensor:
-        """Read what a placeholder stands for; other tensors stay as they are."""
-        return self._readers[id(tensor)][1]() if tensor.is_meta else tensor
-
-
-def of_reader(reader: CheckpointReader) -> Source:
+def of_reader(reader: CheckpointReader) -> RankContent:
     """Take a checkpoint of `save` that is open."""
-    boxes = {key: box_of(key, entry.dtype, entry.shape) for key, entry in reader.manifest.entries.items()}
-    return Source(reader.manifest.values, boxes, reader.read_tensor, reader.map_tensor)
+    tensors = {
+        key: lazy(entry.dtype, entry.shape, partial(reader.read_tensor, key), partial(reader.map_tensor, key))
+        for key, entry in reader.manifest.entries.items()
+    }
+    return RankContent(dict(reader.manifest.values), tensors)
 
 
-def of_file(path: Path, names: Sequence[str] | None = None) -> Source:
+def of_file(path: Path, names: Sequence[str] | None = None) -> RankContent:
     """Open a file of ``torch.save``; ValueError if it is not a state dict, or reading it would run code."""
     try:
         sections = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
@@ -90,8 +61,7 @@ def source_of(
     sections: object,  # a dict as it was saved
     origin: Path,
     names: Sequence[str] | None = None,  # of the optimizer's parameters, in its order
-    placeholders: Placeholders | None = None,
-) -> Source:
+) -> RankContent:
     """Pack another library's state dict or sections, unknown ones as ``extra``; ValueError if neither."""
     content, parts = RankContent(), _parts(sections)
     if isinstance(parts.get(MODEL), Mapping):
@@ -112,10 +82,7 @@ def source_of(
             content.add(name, parts.pop(name))
     rest = {name: value for name, value in parts.items() if value is not None}
     content.add(EXTRA, rest[EXTRA] if rest.keys() == {EXTRA} else rest or None)
-    boxes, read = {box.key: box for box in content.all_boxes()}, content.tensors.__getitem__
-    if placeholders is None:
-        return Source(content.values, boxes, read, read)
-    return Source(content.values, boxes, lambda key: placeholders.read(read(key)), lambda _: None)
+    return content
 
 
 def _parts(sections: object) -> dict[str, Any]:
@@ -196,7 +163,7 @@ def sections_of(values: Mapping[str, Json], get: Callable[..., Tensor], *, by_na
     """Unpack all sections with the tensors of ``get``; StateMismatchError by name without names."""
     sections, random = dict[str, Any](), dict[str, Any]()
     if MODEL in values:
-        sections[MODEL] = {name: unpack(part, get) for name, part in model_parts(values).items()}
+        sections[MODEL] = model_of(values, get)
     if OPTIMIZER in values:
         sections[OPTIMIZER] = state_dict_of(values, get, by_name=by_name)
     for key, value in values.items():
@@ -206,6 +173,11 @@ def sections_of(values: Mapping[str, Json], get: Callable[..., Tensor], *, by_na
         elif section not in (MODEL, OPTIMIZER) and value != ["plain", None]:
             sections[section] = unpack(value, get)
     return sections | ({RANDOM: random} if random else {})
+
+
+def model_of(values: Mapping[str, Json], get: Callable[..., Tensor]) -> dict[str, Any]:
+    """Unpack the model's state dict."""
+    return {name: unpack(part, get) for name, part in model_parts(values).items()}
 
 
 def state_dict_of(
@@ -230,15 +202,16 @@ def state_dict_of(
     return with_beside({"state": state, "param_groups": groups})
 
 
-def mapping(source: Source, out: Path) -> Callable[[str, Sequence[int]], Tensor]:
+def mapping(source: RankContent, out: Path) -> Callable[[str, Sequence[int]], Tensor]:
     """Return a function that maps tensors from files; if need be from a temporary one next to ``out``."""
 
     def mapped(key: str, strides: Sequence[int]) -> Tensor:
-        tensor = source.mapped(key)
+        saved: Any = source.tensors[key]
+        tensor: Tensor | None = saved.mapped() if hasattr(saved, "mapped") else saved
         is_all = tensor is not None and tensor.untyped_storage().nbytes() == tensor.nbytes
         if tensor is not None and is_all and (tensor.stride() == tuple(strides) or not tensor.numel()):
             return tensor
-        tensor = with_strides(source.read(key) if tensor is None else tensor, strides)
+        tensor = with_strides(loaded(saved) if tensor is None else tensor, strides)
         if not tensor.numel():
             return tensor.clone()
         path, file = open_part(out)
@@ -246,7 +219,7 @@ def mapping(source: Source, out: Path) -> Callable[[str, Sequence[int]], Tensor]
             with file:
                 run: Any = memory_of(tensor).numpy()
                 write_all(file, memoryview(run))
-            return tensor_in(map_file(path, tensor.nbytes), tensor.dtype, tensor.shape, tensor.stride())
+            return map_file(path, 0, tensor.dtype, tensor.shape, tensor.stride())
         finally:
             path.unlink(missing_ok=True)
 

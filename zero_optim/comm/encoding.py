@@ -1,10 +1,9 @@
 """Nested values split into a skeleton and tensors, without pickle. No communication.
 
-A skeleton has containers, plain values, and each tensor's dtype, shape and strides, as bytes for
-``torch.load(weights_only=True)``, which runs no code.
+A skeleton has containers, plain values, and each tensor's dtype, shape and strides. It is JSON, which ranks
+send and checkpoints keep: Note [The manifest] in `zero_optim.checkpoint.manifest` lists its kinds.
 """
 
-import io
 import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +28,7 @@ _object_classes: set[type] = set()
 # Classes that are values themselves, such as an option of a group.
 _classes: set[type] = set()
 
-Skeleton = list[Any]
+Skeleton = list[Any]  # a kind and a body, of what json reads and writes
 Nested = Any  # dicts, lists and tuples of tensors and plain values
 
 
@@ -114,7 +113,46 @@ def _plain(value: object, where: str) -> object:
         raise TypeError(
             f"{where} holds a {type(value).__name__}, which cannot be sent without running its code"
         )
-    return value
+    return plain_json(value)
+
+
+def plain_json(value: object) -> Any:  # noqa: ANN401 - whatever json writes
+    """Write a plain value in JSON; what JSON lacks as an object with one entry, named after its type."""
+    if isinstance(value, float):
+        return value if value - value == 0 else {"float": str(value)}
+    if isinstance(value, complex):
+        return {"complex": [plain_json(value.real), plain_json(value.imag)]}
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_name(value)}
+    return {"device": str(value)} if isinstance(value, torch.device) else value
+
+
+def plain_value(value: Any) -> Any:  # noqa: ANN401 - whatever was written
+    """Read what `plain_json` wrote."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, body),) = value.items()
+    if kind == "complex":
+        return complex(*map(plain_value, body))
+    return _READERS[kind](body)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name a dtype as files do."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype of a name; ValueError if this PyTorch has none."""
+    dtype = getattr(torch, name, None)
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    raise ValueError(f"this PyTorch has no dtype {name}")
+
+
+_READERS: Any = {"float": float, "bytes": bytes.fromhex, "dtype": dtype_named, "device": torch.device}
 
 
 def _encode_tensor(tensor: Tensor, where: str, tensors: list[Tensor]) -> Skeleton:
@@ -128,7 +166,7 @@ def _encode_tensor(tensor: Tensor, where: str, tensors: list[Tensor]) -> Skeleto
         raise TypeError(f"{where} is a tensor of layout {tensor.layout}, which is not supported")
     strides = dense_strides(tensor)
     tensors.append(tensor)
-    return ["tensor", [tensor.dtype, tuple(tensor.shape), strides]]
+    return ["tensor", [dtype_name(tensor.dtype), tuple(tensor.shape), strides]]
 
 
 def _encode_subclass(tensor: Tensor, where: str, tensors: list[Tensor]) -> Skeleton:
@@ -159,25 +197,28 @@ def rewrapped(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     return whole
 
 
-def decode(skeleton: Skeleton, tensors: Iterator[Tensor]) -> Nested:  # noqa: PLR0911 - one a kind
+def decode(skeleton: Skeleton, tensors: Iterator[Tensor]) -> Nested:
     """Rebuild a value from skeleton and tensors; TypeError if a tensor subclass is not imported here."""
+    return rebuilt(skeleton, lambda _: next(tensors))
+
+
+def rebuilt(skeleton: Skeleton, take: Callable[[list[Any]], Tensor]) -> Nested:  # noqa: PLR0911 - one a kind
+    """Rebuild a value as `decode`; ``take`` returns a tensor by the body of its skeleton, in order."""
     kind, body = skeleton
     if kind == "plain":
-        return body
+        return plain_value(body)
     if kind == "tensor":
-        return next(tensors)
+        return take(body)
     if kind == "array":
-        return decode(body[0], tensors).numpy()
+        return rebuilt(body[0], take).numpy()
     if kind == "sparse":
-        shape, indices, values = body
-        return torch.sparse_coo_tensor(
-            decode(indices, tensors), decode(values, tensors), shape, check_invariants=True, is_coalesced=True
-        )
+        shape, indices, values = body[0], rebuilt(body[1], take), rebuilt(body[2], take)
+        return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True, is_coalesced=True)
     if kind in ("wrapper", "subclass"):
-        return _decode_subclass(kind, body, tensors)
+        return _rebuilt_subclass(kind, body, take)
     if kind in _DICTS:
-        return _DICTS[kind]({key: decode(part, tensors) for key, part in body})
-    items = [decode(part, tensors) for part in body]
+        return _DICTS[kind]({plain_value(key): rebuilt(part, take) for key, part in body})
+    items = [rebuilt(part, take) for part in body]
     return items if kind == "list" else _BUILT[kind](items)
 
 
@@ -212,16 +253,16 @@ _BUILT: dict[str, Callable[[list[Any]], object]] = {
 }
 
 
-def _decode_subclass(kind: str, body: list[Any], tensors: Iterator[Tensor]) -> Tensor:
+def _rebuilt_subclass(kind: str, body: list[Any], take: Callable[[list[Any]], Tensor]) -> Tensor:
     subclass: Any = _loaded_subclass(*body[0])
     if kind == "wrapper":
         _, context, (shape, strides), *parts = body
-        inner = {attribute: decode(part, tensors) for attribute, part in parts}
+        inner = {attribute: rebuilt(part, take) for attribute, part in parts}
         whole = subclass.__tensor_unflatten__(
-            inner, decode(context, tensors), torch.Size(shape), tuple(strides)
+            inner, rebuilt(context, take), torch.Size(shape), tuple(strides)
         )
     else:
-        attributes, plain = (decode(part, tensors) for part in body[1:])
+        attributes, plain = (rebuilt(part, take) for part in body[1:])
         with private.DisableTorchFunctionSubclass():
             whole = plain.as_subclass(subclass)
         vars(whole).update(attributes)
@@ -242,60 +283,31 @@ def _loaded_subclass(module: str, name: str) -> type[Tensor]:
     return subclass
 
 
-def parts_of(skeleton: Skeleton) -> list[Skeleton]:
-    """Return the skeletons inside a skeleton, in the order of their tensors."""
+def parts_of(skeleton: Skeleton) -> list[tuple[Any, Skeleton]]:
+    """Return the skeletons inside a skeleton, in the order of their tensors: keys, attributes or places."""
     kind, body = skeleton
-    if kind in ("plain", "tensor"):
-        return []
-    if kind in ("sparse", "subclass"):
-        return list(body[1:])
+    if kind in _DICTS:
+        return [(plain_value(key), part) for key, part in body]
     if kind == "wrapper":
-        return [part for _, part in body[3:]]
-    return [part for _, part in body] if kind in _DICTS else list(body)
+        return body[3:]  # type: ignore[no-any-return]
+    first = {"plain": None, "tensor": None, "sparse": 1, "subclass": 1}.get(kind, 0)
+    return [] if first is None else [(str(place), part) for place, part in enumerate(body[first:])]
 
 
-# Returns memory for a tensor, on the CPU: its path of keys in the value, dtype, shape, dense strides.
-Place = Callable[[tuple[Any, ...], torch.dtype, tuple[int, ...], tuple[int, ...]], Tensor]
+def tensors_in(skeleton: Skeleton, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], list[Any]]]:
+    """Yield path and body of each tensor of a skeleton, in order."""
+    if skeleton[0] == "tensor":
+        yield path, skeleton[1]
+    for key, part in parts_of(skeleton):
+        yield from tensors_in(part, (*path, key))
 
 
-def new_memory(
-    _path: tuple[Any, ...], dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> Tensor:
-    """Allocate an uninitialised CPU tensor."""
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-
-
-def blank_tensors(skeleton: Skeleton, place: Place = new_memory, path: tuple[Any, ...] = ()) -> list[Tensor]:
-    """Allocate the tensors of a skeleton, uninitialised."""
-    kind, body = skeleton
-    if kind == "tensor":
-        return [place(path, *body)]
-    parts = parts_of(skeleton)
-    keys = [key for key, _ in body] if kind in _DICTS else range(len(parts))
+def blank_tensors(skeleton: Skeleton) -> list[Tensor]:
+    """Allocate the tensors of a skeleton, uninitialised, in CPU memory."""
     return [
-        tensor
-        for key, part in zip(keys, parts, strict=True)
-        for tensor in blank_tensors(part, place, (*path, key))
+        torch.empty_strided(shape, strides, dtype=dtype_named(dtype), device="cpu")
+        for _, (dtype, shape, strides) in tensors_in(skeleton)
     ]
-
-
-def skeleton_to_bytes(skeleton: Skeleton) -> bytes:
-    """Serialize a skeleton."""
-    buffer = io.BytesIO()
-    torch.save(_replaced(skeleton, bytes, bytearray), buffer)  # torch.load(weights_only=True) refuses b""
-    return buffer.getvalue()
-
-
-def skeleton_from_bytes(content: bytes) -> Skeleton:
-    """Read a skeleton; runs no code."""
-    skeleton: Skeleton = _replaced(torch.load(io.BytesIO(content), weights_only=True), bytearray, bytes)
-    return skeleton
-
-
-def _replaced(part: Any, old: type, new: Callable[[Any], object]) -> Any:  # noqa: ANN401 - a part of a skeleton
-    if isinstance(part, list):
-        return [_replaced(inner, old, new) for inner in part]
-    return new(part) if type(part) is old else part
 
 
 def map_tensors(value: Nested, change: Callable[[Tensor], Tensor]) -> Nested:

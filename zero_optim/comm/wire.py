@@ -1,5 +1,6 @@
 """Nested values sent between ranks without pickle: a skeleton, then tensors' memory in bounded pieces."""
 
+import json
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -8,14 +9,10 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import (
     Nested,
-    Place,
     Skeleton,
     blank_tensors,
     decode,
-    new_memory,
     rewrapped,
-    skeleton_from_bytes,
-    skeleton_to_bytes,
 )
 from zero_optim.comm.frames import bytes_to_tensor, tensor_to_bytes
 from zero_optim.comm.sending import recv, send
@@ -107,7 +104,7 @@ def _like(tensor: Tensor, copy: Tensor) -> Tensor:
 
 def send_value(group: RankGroup, to: Sequence[int], skeleton: Skeleton, tensors: list[Tensor]) -> None:
     """Send an encoded value to ranks that call `recv_value` or `recv_encoded`."""
-    header = bytes_to_tensor(skeleton_to_bytes(skeleton))
+    header = bytes_to_tensor(json.dumps(skeleton, separators=(",", ":")).encode())
     send(group, torch.tensor([header.numel()], device="cpu"), *to)
     send(group, header, *to)
     for piece in pieces_of([memory_of(tensor) for tensor in tensors]):
@@ -127,14 +124,14 @@ def recv_value(group: RankGroup, source: int) -> Nested:
     return decode(skeleton, iter(tensors))
 
 
-def recv_encoded(group: RankGroup, source: int, place: Place = new_memory) -> tuple[Skeleton, list[Tensor]]:
-    """Receive a value into CPU memory, for `decode`; ``place`` allocates a tensor with given strides."""
+def recv_encoded(group: RankGroup, source: int) -> tuple[Skeleton, list[Tensor]]:
+    """Receive a value into new CPU memory, for `decode`."""
     length = torch.zeros(1, dtype=torch.int64, device="cpu")
     recv(group, length, source)
     header = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     recv(group, header, source)
-    skeleton = skeleton_from_bytes(tensor_to_bytes(header))
-    tensors = blank_tensors(skeleton, place)
+    skeleton = json.loads(tensor_to_bytes(header))
+    tensors = blank_tensors(skeleton)
     for parts in pieces_of([memory_of(tensor) for tensor in tensors]):
         sizes = [part.numel() for part in parts]
         received = parts[0] if len(parts) == 1 else torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")

@@ -25,10 +25,12 @@ from zero_optim.dtensor.placement import Chunks, gradient_rows, is_dtensor, loca
 from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import HELD_ROWS, HELD_WHOLE, Schedule
 from zero_optim.health.stamp import Header
+from zero_optim.plan.groups import ParamGroup, params_of, short_names
 from zero_optim.plan.layout import whole
-from zero_optim.plan.pieces import Pieces
+from zero_optim.plan.plan import Plan
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.places import shown_when_freed
+from zero_optim.shard.sharding import Sharding
 
 LEAST_NBYTES = 2**20  # of a bucket that is divided, so that one half moves while the other is stepped
 
@@ -190,62 +192,48 @@ def check_heads(
 
 
 def make_held_buckets(
-    params: Sequence[Tensor],
-    names: Sequence[str],
-    pieces: Sequence[Pieces],
-    costs: Sequence[float],
-    held: dict[Tensor, Chunks],
-    group: RankGroup,
+    groups: Sequence[ParamGroup],
+    plan: Plan,
+    held: Mapping[Tensor, Chunks],
     leaves: HeldLeaves,
-    cap_nbytes: int,
+    sharding: Sharding,
 ) -> list[HeldBucket]:
-    """Make the buckets of the DTensors among parameters; owners still have to `HeldBucket.fetch`."""
-    rows = row_pieces(held)
+    """Make buckets of a plan's DTensors, of the last of groups; owners still have to `HeldBucket.fetch`."""
+    count = len(plan.pieces)
+    params, names = params_of(groups)[-count:], short_names(groups)[-count:]
+    owners, rows = [pieces[0].owner for pieces in plan.pieces], row_pieces(held)
     in_place: dict[object, list[int]] = {}
     moved: dict[object, list[int]] = {}
     for index, param in enumerate(params):
         if param in held:
-            is_in_place = rows.get(param) == pieces[index]
-            kind = param.dtype, param.device.type, param.requires_grad
-            (in_place if is_in_place else moved).setdefault(kind, []).append(index)
+            of_kind = in_place if rows.get(param) == plan.pieces[index] else moved
+            of_kind.setdefault((param.dtype, param.device.type, param.requires_grad), []).append(index)
     chosen = [(members, False) for members in in_place.values()]
     for members in moved.values():
-        owners = {index: pieces[index][0].owner for index in members}
-        nbytes = {index: params[index].numel() * params[index].itemsize for index in members}
-        halves = _divided(members, owners, costs, nbytes, group.size, cap_nbytes)
-        chosen += [(half, True) for half in halves]
-    buckets = []
-    for members, moves in chosen:
-        of = [params[index] for index in members]
-        bucket = HeldBucket(
-            of,
+        nbytes = sum(params[index].numel() * params[index].itemsize for index in members)
+        size = sharding.cap_nbytes * sharding.group.size
+        count = max(2, math.ceil(nbytes / size)) if nbytes >= LEAST_NBYTES else 1
+        chosen += [(part, True) for part in _divided(members, count, owners, plan.costs)]
+    return [
+        HeldBucket(
+            [params[index] for index in members],
             [names[index] for index in members],
-            [held[param] for param in of],
-            [pieces[index][0].owner for index in members] if moves else None,
-            group,
+            [held[params[index]] for index in members],
+            [owners[index] for index in members] if moves else None,
+            sharding.group,
             leaves,
         )
-        buckets.append(bucket)
-    return buckets
+        for members, moves in chosen
+    ]
 
 
 def _divided(
-    members: Sequence[int],
-    owners: dict[int, int],
-    costs: Sequence[float],
-    nbytes: dict[int, int],
-    num_ranks: int,
-    cap_nbytes: int,
+    members: Sequence[int], count: int, owners: Sequence[int], costs: Sequence[float]
 ) -> list[list[int]]:
-    """Divide parameters into two buckets, or more if a rank would hold more than the capacity of one.
-
-    Each has its share of every owner's: so all step one while the next one moves.
-    """
-    total = sum(nbytes.values())
-    count = max(2, math.ceil(total / (cap_nbytes * num_ranks))) if total >= LEAST_NBYTES else 1
+    """Divide parameters into parts with a share of every owner's each: all step one as the next moves."""
     parts: list[list[int]] = [[] for _ in range(count)]
-    for rank in range(num_ranks):
-        own = sorted((i for i in members if owners[i] == rank), key=lambda i: -costs[i])
+    for rank in sorted({owners[index] for index in members}):
+        own = sorted((index for index in members if owners[index] == rank), key=lambda index: -costs[index])
         for place, index in enumerate(own):
-            parts[place * count // max(1, len(own))].append(index)
+            parts[place * count // len(own)].append(index)
     return [sorted(part) for part in parts if part]

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import answering_together, failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.dtensor.held_bucket import HeldBucket, HeldLeaves, make_held_buckets
+from zero_optim.dtensor.held_bucket import make_held_buckets
 from zero_optim.dtensor.placement import held_among, row_pieces
-from zero_optim.plan.groups import ParamGroup, params_of, short_names
+from zero_optim.plan.groups import params_of, short_names
 from zero_optim.plan.pieces import Piece
-from zero_optim.plan.plan import Plan
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.registration import registration_in, registration_of
@@ -71,7 +70,7 @@ def build(
         if registration.is_open:
             registration.fill(buckets)
             leaves.keep(buckets)
-        held_buckets = new_held_buckets(inputs, leaves.held, groups, plan, sharding)
+        held_buckets = make_held_buckets(groups, plan, held, leaves.held, sharding)
     for bucket in held_buckets:
         bucket.fetch()
     with failing_together(everyone):
@@ -97,15 +96,6 @@ def new_sharding(inputs: PlanInputs, group: RankGroup) -> Sharding:
     sharding = Sharding(group, of.parameters_as_bucket_view, of.bucket_cap_mb, store=inputs.store)
     sharding.hold(inputs.held, row_pieces(inputs.held))
     return sharding
-
-
-def new_held_buckets(
-    inputs: PlanInputs, leaves: HeldLeaves, groups: list[ParamGroup], plan: Plan, sharding: Sharding
-) -> list[HeldBucket]:
-    """Make the buckets of parameters of which others keep rows, as the last groups have."""
-    params = params_of(groups)
-    known = params, short_names(groups)[-len(params) :], plan.pieces, plan.costs, inputs.held
-    return make_held_buckets(*known, sharding.group, leaves, sharding.cap_nbytes)
 
 
 def new_leaves(inputs: PlanInputs) -> tuple[Leaves, WeightAverage]:
@@ -139,8 +129,8 @@ def add_group(core: Core, group: dict[str, Any]) -> None:
             GroupReader.behind(core.groups).add_param_group(group)
             new = core.groups[before:]
             (group,) = new
-            named = zip(short_names(core.groups)[-len(group["params"]) :], group["params"], strict=True)
-            held = held_among(list(named), core.group)
+            names = short_names(core.groups)[-len(group["params"]) :]
+            held = held_among(list(zip(names, group["params"], strict=True)), core.group)
             inputs.held.update(held)
             sharding.hold(held, row_pieces(held))
             core.group.check_serves([param for param in group["params"] if param not in held])
@@ -150,14 +140,13 @@ def add_group(core: Core, group: dict[str, Any]) -> None:
         about, why = own.describe(), why_whole if any(own.may_cut) else None
         plan = sharding.plan(core.groups, own.costs, before, about, why)
         with failing_together(core.group):
-            buckets = new_held_buckets(inputs, owned.leaves.held, new, plan, sharding)
+            buckets = make_held_buckets(core.groups, plan, held, owned.leaves.held, sharding)
         for bucket in buckets:
             bucket.fetch()
         owned.add_group(group, own.specs[0].spec, sharding.owned(group["params"], plan))
         for bucket in buckets:
             bucket.release()
         inputs.note(new, own, plan.costs)
-        names = short_names(core.groups)[-len(group["params"]) :]
         core.engine.add([*sharding.add(group["params"], plan, names), *buckets])
     except Exception:
         for param in [param for each in core.groups[before:] for param in each["params"]]:

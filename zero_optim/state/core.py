@@ -33,7 +33,7 @@ from zero_optim.plan.plan import describe_params
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.store import Store
-from zero_optim.state.moving import CutState, RowMap, StateShard
+from zero_optim.state.moving import CutState, RowMap
 from zero_optim.state.options import PlanInputs
 from zero_optim.state.snapshot import Snapshot
 from zero_optim.step.averages import EMA
@@ -260,15 +260,11 @@ class Core:
         own.update(self.owned.local.beside())
         return {key: dict(value) if isinstance(value, OwnedEntries) else value for key, value in own.items()}
 
-    def held(self) -> StateShard:
-        """Return this rank's state and rows by parameter index, and global entries."""
-        index_of = {param: index for index, param in enumerate(self.params)}
-        state, rows = self.own_state(), self.owned.leaves.rows
-        return StateShard(
-            {index_of[key]: entries for key, entries in state.items() if isinstance(key, Tensor)},
-            {index_of[param]: rows(param).detach() for param in self.own_params()},
-            {key: value for key, value in state.items() if not isinstance(key, Tensor)},
-        )
+    def indexed_state(self) -> dict[Any, Any]:
+        """Return this rank's state as `own_state`, by parameter index."""
+        index_of: dict[Any, Any] = {param: index for index, param in enumerate(self.params)}
+        known = {k: v for k, v in self.own_state().items() if k in index_of or not isinstance(k, Tensor)}
+        return {index_of.get(key, key): entries for key, entries in known.items()}
 
     def state_nbytes(self) -> int:
         """Return the bytes of this rank's state, each storage counted once."""

@@ -16,7 +16,7 @@ from zero_optim.plan.pieces import Piece, num_rows, piece_of, whole_piece
 from zero_optim.probe.saved import BESIDE
 from zero_optim.state import held
 from zero_optim.state.core import Core
-from zero_optim.state.moving import StateShard, move, sent_by
+from zero_optim.state.moving import move, sent_by
 from zero_optim.step.averages import EMA
 from zero_optim.step.leaves import MASTER
 
@@ -51,15 +51,14 @@ def consolidate(core: Core, to: int | Sequence[int] | None) -> None:
                     "ranks, which gives DTensors, or torch.distributed.checkpoint.state_dict."
                     "get_optimizer_state_dict with full_state_dict=True"
                 )
-            part = core.held()
+            part = core.indexed_state()
             sizes = [len(each["params"]) for each in core.groups]
             agreed.items += [f"to={describe(to)}", f"groups of {sizes} parameters"]
         targets = check_targets(to, group.size)
         wanted = [tuple(Piece(rank, 0, num_rows(param.shape)) for rank in targets) for param in core.params]
-        part = StateShard(part.state, {}, part.everywhere)
         whole = move(group, core.row_map(core.piece_list(), wanted), part, copy_with=copied_to_cpu)
         if group.rank in targets:
-            core.snapshot.hold({**whole.state, **whole.everywhere})
+            core.snapshot.hold(whole)
 
 
 def load(
@@ -73,7 +72,7 @@ def load(
     agree(group, [f"src={describe(src)}"], "the source of load_state_dict")
     params, pieces = core.params, core.piece_list()
     source = group.rank if src is None else src
-    given = StateShard({})
+    given: dict[Any, Any] = {}
     beside: dict[str, Any] = {}
     has_dtensors = False
     with failing_together(group):
@@ -83,8 +82,8 @@ def load(
             state_dict = run_hooks(dict(state_dict))
             check_fits(core, state_dict)
             keys, state = _saved_keys(state_dict), state_dict["state"]
-            given = StateShard({index: state[key] for index, key in enumerate(keys) if key in state})
-            has_dtensors = held.holds_dtensors(given.state)
+            given = {index: state[key] for index, key in enumerate(keys) if key in state}
+            has_dtensors = held.holds_dtensors(given)
             if has_dtensors and (src is not None or not core.inputs.held):
                 raise StateMismatchError(
                     "the state dict has DTensors, and "
@@ -104,12 +103,12 @@ def load(
         # On the CPU, as on the ranks that receive it: descriptions of options name devices.
         beside = map_tensors(sent_by(group, src, beside, "the state dict"), copied_to_cpu)
     if core.inputs.held and combine_answers(group, [not has_dtensors]) == [False]:
-        owned = held.own_part(core, given.state)
+        owned = held.own_part(core, given)
     else:
         rows = core.row_map([whole_piece(source, param.shape) for param in params], pieces)
         copy_with = copied if src is None else copied_to_cpu
         part = move(group, rows, given, copy_with=copy_with, about="the state dict")
-        owned = {params[index]: entries for index, entries in part.state.items()}
+        owned = {params[index]: entries for index, entries in part.items()}
     with failing_together(group):
         core.check_weights()
         groups = core.with_options(beside["options"])

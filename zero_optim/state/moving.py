@@ -1,8 +1,8 @@
 """Moves of state: which rank holds which rows, which ranks want them, and the transfer.
 
-Every rank derives the same list of parcels from a `RowMap`. Holders send directly, one after the other, in
-pieces of bounded size (`comm.wire`). Checkpoints and DCP share `CutState` alone: each rank reads the rows
-that it wants.
+State is a dict: a parameter's entries under its index, global entries under other keys. Every rank derives
+the same list of parcels from a `RowMap`. Holders send directly, one after the other, in pieces of bounded
+size (`comm.wire`). Checkpoints and DCP share `CutState` alone: each rank reads the rows that it wants.
 
 Note [State of cut parameters]
     Each owner of a piece keeps state for its rows. Entries of the piece's shape are rows of a whole entry,
@@ -10,12 +10,11 @@ Note [State of cut parameters]
     has shown.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,13 +22,13 @@ from torch.nn import Parameter
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.encoding import Nested, Place, decode, encode, map_tensors, new_memory
+from zero_optim.comm.encoding import Nested, decode, encode, map_tensors
 from zero_optim.comm.wire import copied_to_cpu, recv_encoded, send_value
 from zero_optim.errors import StateMismatchError
 from zero_optim.plan.pieces import Piece, Pieces, piece_of
 from zero_optim.plan.strides import dense_strides, strides_of_rows
 
-_VALUES = "values"
+IndexedState: TypeAlias = Mapping[Any, Nested]  # by parameter index, and global entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,99 +66,43 @@ class CutState:
                 rows[name] = value
         return rows
 
+    def form_of(self, rows: Tensor) -> Tensor:
+        """Return a tensor without memory that has the strides of the whole entry of which these are rows."""
+        strides = strides_of_rows(dense_strides(rows), len(rows), self.shape)
+        return torch.empty_strided(self.shape, strides, dtype=rows.dtype, device="meta")
+
     def picked(self, entries: Nested, piece: Piece, start: int, stop: int) -> Nested:
         """Select rows ``[start, stop)`` of a piece's state: views of them, and all uncut entries."""
-        rows = self.cut_entries(entries, piece)
-        if not rows:
-            return entries
-        entries = copy(entries)
-        for name, value in rows.items():
-            entries[name] = value.detach()[start - piece.start : stop - piece.start]
-        return entries
+        chosen = copy(entries) if isinstance(entries, dict) else entries
+        for name, value in self.cut_entries(entries, piece).items():
+            chosen[name] = value.detach()[start - piece.start : stop - piece.start]
+        return chosen
 
+    def joined(self, about: str, parts: Mapping[int, Nested]) -> Nested:
+        """Join the owners' parts, whose rows are taken out, in new CPU memory; uncut entries are the first's.
 
-class Joined:
-    """Whole entries of cut parameters, by index, in CPU memory, where rows are received at their place."""
-
-    def __init__(self, cuts: Mapping[int, CutState]) -> None:
-        self.cuts = cuts
-        self._whole: dict[tuple[int, str], Tensor] = {}
-        self._num_rows: Counter[tuple[int, str]] = Counter()
-        self._apart: list[tuple[Tensor, Tensor]] = []
-
-    def places_of(self, owner: int) -> Place:
-        """Return the allocator with which `wire.recv_encoded` receives an owner's state."""
-
-        def place(
-            path: tuple[Any, ...], dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
-        ) -> Tensor:
-            cut = self.cuts.get(path[0]) if len(path) == 2 else None
-            if cut is not None and cut.is_cut(path[1], shape, cut.piece_of(owner)):
-                return self._place(path[0], path[1], owner, dtype, strides)
-            return new_memory(path, dtype, shape, strides)
-
-        return place
-
-    def _place(
-        self, index: int, name: str, owner: int, dtype: torch.dtype, strides: tuple[int, ...]
-    ) -> Tensor:
-        cut, key = self.cuts[index], (index, name)
-        piece = cut.piece_of(owner)
-        num_rows = piece.stop - piece.start
-        if key not in self._whole:
-            form = strides_of_rows(strides, num_rows, cut.shape)
-            self._whole[key] = torch.empty_strided(cut.shape, form, dtype=dtype, device="cpu")
-        rows = self._whole[key][piece.start : piece.stop]
-        if rows.dtype == dtype:
-            self._num_rows[key] += num_rows
-            if rows.stride() == tuple(strides) == dense_strides(rows):
-                return rows
-        # Rows are not one run of memory.
-        apart = torch.empty_strided(rows.shape, strides, dtype=dtype, device="cpu")
-        self._apart.append((rows, apart))
-        return apart
-
-    def copied(self, state: Mapping[Any, Any], rank: int) -> dict[Any, Any]:
-        """Copy this rank's state, by index; rows go to their place in the whole."""
-        copies: dict[Any, Any] = {}
-        for key, entries in state.items():
-            cut = self.cuts.get(key)
-            rows = {} if cut is None else cut.cut_entries(entries, cut.piece_of(rank))
-            rest = entries
-            if rows:
-                rest = copy(entries)
-                rest.update(dict.fromkeys(rows))  # in the same order
-            copies[key] = map_tensors(rest, copied_to_cpu)
-            for name, value in rows.items():
-                place = self._place(key, name, rank, value.dtype, dense_strides(value))
-                copies[key][name] = place.copy_(value.detach())
-        return copies
-
-    def merge(self, parts: list[dict[Any, Any]]) -> dict[Any, Any]:
-        """Merge the owners' parts, in the order of ranks; StateMismatchError if their entries differ."""
-        for rows, apart in self._apart:
-            rows.copy_(apart)
-        merged: dict[Any, Any] = {}
-        for key, value in (item for part in parts for item in part.items()):
-            merged.setdefault(key, value)
-        for (index, name), whole in self._whole.items():
-            wanted, got = self.cuts[index].shape[0], self._num_rows[index, name]
-            if got != wanted or name not in merged[index]:
+        StateMismatchError, with what it is ``about``, unless all owners have the same entries.
+        """
+        rows: dict[str, list[tuple[Piece, Tensor]]] = {}
+        for owner, entries in parts.items():
+            piece = self.piece_of(owner)
+            for name, value in self.cut_entries(entries, piece).items():
+                rows.setdefault(name, []).append((piece, value))
+                entries[name] = None  # so that its memory is free once it is copied
+        whole = map_tensors(next(iter(parts.values())), copied_to_cpu)
+        for name in list(rows):
+            found = rows.pop(name)
+            form = self.form_of(found[0][1])
+            got = sum(len(value) for _, value in found if value.dtype == form.dtype)
+            if got != self.shape[0]:
                 raise StateMismatchError(
-                    f"parameter {index} is cut, and its owners keep '{name}' for {got} of its {wanted} rows: "
+                    f"{about} is cut, and its owners keep '{name}' for {got} of its {self.shape[0]} rows: "
                     "expected the same entries, of one dtype, on all of them"
                 )
-            merged[index][name] = whole
-        return merged
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StateShard:
-    """A rank's state and rows by parameter index, and global entries."""
-
-    state: Mapping[int, Any]
-    values: Mapping[int, Tensor] = field(default_factory=dict)
-    everywhere: Mapping[Any, Any] = field(default_factory=dict)
+            whole[name] = torch.empty_like(form, device="cpu")
+            for piece, value in found:
+                whole[name][piece.start : piece.stop].copy_(value.detach())
+        return whole
 
 
 class Move(NamedTuple):
@@ -189,7 +132,7 @@ class RowMap:
 
     @cached_property
     def parcels(self) -> list[Parcel]:
-        """All parcels, also those that stay on their rank."""
+        """All parcels, also those that stay on their rank; one at most from a rank to another."""
         moves: dict[tuple[int, int], list[Move]] = {}
         for index, (held, wanted) in enumerate(zip(self.held, self.wanted, strict=True)):
             for holder, first, last in held:
@@ -202,85 +145,72 @@ class RowMap:
             takers.setdefault((holder, tuple(some)), []).append(rank)
         return [Parcel(holder, some, ranks) for (holder, some), ranks in takers.items()]
 
-    def message(self, parcel: Parcel, held: StateShard) -> dict[Any, Nested]:
-        """Collect a parcel: entries under the parameter's index, its own rows under ``~index``."""
-        message: dict[Any, Nested] = dict(held.everywhere)
+    def message(self, parcel: Parcel, state: IndexedState) -> dict[Any, Nested]:
+        """Collect what a parcel holds of a state."""
+        message = {key: value for key, value in state.items() if not isinstance(key, int)}
         for index, start, stop in parcel.moves:
-            entries, values = held.state.get(index), held.values.get(index)
-            if index in self.shaped:
+            if index in state and index in self.shaped:
                 cut = CutState(self.shapes[index], self.held[index], self.shaped[index])
-                piece = cut.piece_of(parcel.holder)
-                entries = cut.picked(entries, piece, start, stop)
-                values = None if values is None else values[start - piece.start : stop - piece.start]
-            if entries is not None:
-                message[index] = entries
-            if values is not None:
-                message[~index] = {_VALUES: values}
+                message[index] = cut.picked(state[index], cut.piece_of(parcel.holder), start, stop)
+            elif index in state:
+                message[index] = state[index]
         return message
 
-    def joined_on(self, rank: int) -> Joined:
-        """Return what joins the holders' rows of cut parameters on a rank."""
-        own = {index: piece for index, some in enumerate(self.wanted) if (piece := piece_of(some, rank))}
-        pieces: dict[int, list[Piece]] = {}
-        for holder, moves, takers in self.parcels:
-            for index, start, stop in moves if rank in takers else ():
-                if index in self.shaped:
-                    at = own[index].start
-                    pieces.setdefault(index, []).append(Piece(holder, start - at, stop - at))
-        cuts = {}
-        for index, some in pieces.items():
-            shape = (own[index].stop - own[index].start, *self.shapes[index][1:])
-            cuts[index] = CutState(shape, tuple(some), self.shaped[index])
-            cuts[~index] = CutState(shape, tuple(some), frozenset({_VALUES}))
-        return Joined(cuts)
+    def joined(self, rank: int, messages: Mapping[int, dict[Any, Nested]]) -> dict[Any, Nested]:
+        """Join the messages that a rank has got, by holder; they lose their rows of cut parameters."""
+        state: dict[Any, Nested] = {}
+        for holder in sorted(messages):
+            state.update((key, value) for key, value in messages[holder].items() if key not in state)
+        for index in sorted(state.keys() & self.shaped.keys()):
+            own = piece_of(self.wanted[index], rank)
+            assert own is not None  # nobody sends what is not wanted
+            holders = [(h, max(a, own.start), min(b, own.stop)) for h, a, b in self.held[index]]
+            pieces = [Piece(h, a - own.start, b - own.start) for h, a, b in holders if a < b]
+            shape = (own.stop - own.start, *self.shapes[index][1:])
+            cut = CutState(shape, tuple(pieces), self.shaped[index])
+            parts = {h: messages[h].pop(index) for h in sorted(messages) if index in messages[h]}
+            state[index] = cut.joined(f"parameter {index}", parts)
+        indices = sorted(key for key in state if isinstance(key, int))
+        return {**{index: state.pop(index) for index in indices}, **state}
 
 
 def move(
     group: RankGroup,
     rows: RowMap,
-    held: StateShard,
+    state: IndexedState,
     *,
     copy_with: Callable[[Tensor], Tensor] | None = None,
     about: str = "optimizer state",
-) -> StateShard:
+) -> dict[Any, Nested]:
     """Bring state to the ranks that want it, in new CPU memory; all ranks call.
 
-    A sender needs memory for one more piece of 16 MiB. ``copy_with`` copies uncut state that stays.
+    A sender needs memory for one more piece of 16 MiB, a receiver for one more entry of a cut parameter.
+    ``copy_with`` copies uncut state that stays.
     """
     group = group.during("state")
-    joined = rows.joined_on(group.rank)
     with failing_together(group):
         mine = {
-            number: rows.message(parcel, held)
+            number: rows.message(parcel, state)
             for number, parcel in enumerate(rows.parcels)
             if parcel.holder == group.rank
         }
         leaving = [number for number in mine if rows.parcels[number].takers != [group.rank]]
         encoded = {number: encode(mine[number], about) for number in leaving}
-    stays, received = dict[Any, Nested](), {}
+    messages, received = dict[int, dict[Any, Nested]](), {}
     for number, (holder, _, takers) in enumerate(rows.parcels):
         if number in encoded:
             send_value(group, [rank for rank in takers if rank != group.rank], *encoded[number])
         if group.rank in takers and number in mine:
-            stays = mine[number]  # the one parcel of this rank to itself
+            messages[holder] = mine[number]
         elif group.rank in takers:
-            received[holder] = recv_encoded(group, holder, joined.places_of(holder))
+            received[holder] = recv_encoded(group, holder)
     with failing_together(group):  # only now, as a rank that raises receives nothing more
-        parts = {holder: decode(skeleton, iter(tensors)) for holder, (skeleton, tensors) in received.items()}
-        if stays:
-            cut = {key: value for key, value in stays.items() if key in joined.cuts}
-            # Whole rows are where they belong.
-            rest = {key: v for key, v in stays.items() if key not in cut and not _is_values(key)}
-            whole = rest if copy_with is None else map_tensors(rest, copy_with)
-            parts[group.rank] = {**whole, **joined.copied(cut, group.rank)}
-        merged = joined.merge([parts[holder] for holder in sorted(parts)])
-    values = {~key: merged.pop(key)[_VALUES] for key in list(merged) if _is_values(key)}
-    state = {key: merged.pop(key) for key in sorted(key for key in merged if isinstance(key, int))}
-    return StateShard(state, values, merged)
-
-
-def _is_values(key: object) -> bool:
-    return isinstance(key, int) and key < 0
+        messages.update({holder: decode(part, iter(tensors)) for holder, (part, tensors) in received.items()})
+        received.clear()  # `messages` alone keeps the tensors
+        stays = messages.get(group.rank, {})
+        uncut = {key: value for key, value in stays.items() if key not in rows.shaped}
+        stays.update(uncut if copy_with is None else map_tensors(uncut, copy_with))
+        return rows.joined(group.rank, messages)
 
 
 def sent_by(group: RankGroup, source: int, value: Nested, about: str) -> Nested:

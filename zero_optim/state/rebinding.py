@@ -32,7 +32,7 @@ from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.store import Store
 from zero_optim.state.building import new_leaves, new_owned, new_sharding
 from zero_optim.state.core import Core
-from zero_optim.state.moving import StateShard, move, sent_by
+from zero_optim.state.moving import move, sent_by
 from zero_optim.state.options import GroupOptions, PlanInputs
 from zero_optim.state.snapshot import Snapshot
 from zero_optim.step.local import LocalOptimizer
@@ -42,6 +42,7 @@ _GO_BACK = (
     "Go back to a checkpoint, on all ranks: rebind(keep_state=False), then zero_optim.checkpoint.load()"
 )
 _MOST_NAMED = 5  # parameters in a message
+_VALUES = "values"  # of a parameter, moved as an entry of state
 
 
 def new_group(core: Core, process_group: dist.ProcessGroup | None) -> RankGroup:
@@ -94,12 +95,12 @@ class _StateSources:
     shares: bool
 
 
-def _find_sources(core: Core, group: RankGroup, own: StateShard) -> _StateSources | None:
+def _find_sources(core: Core, group: RankGroup, everywhere: object) -> _StateSources | None:
     """Find who holds the state, None if all ranks are new; raises on every rank unless it is one state."""
     pieces, snapshot = [core.sharding.piece_here(param) for param in core.params], core.snapshot
     rows = [[index, piece.start, piece.stop] for index, piece in enumerate(pieces) if piece is not None]
     mine = {"age": snapshot.age, "is_torn": snapshot.is_torn, "steps": snapshot.steps, "rows": rows}
-    mine |= {"options": core.describe_options(), "has_everywhere": bool(own.everywhere)}
+    mine |= {"options": core.describe_options(), "has_everywhere": bool(everywhere)}
     everyone = group.all_gather_json(mine)
     torn = [rank for rank, each in enumerate(everyone) if each["is_torn"]]
     if torn:
@@ -157,41 +158,49 @@ def _pieces_of(core: Core, holders: Mapping[int, list[list[int]]]) -> list[Piece
 def _go_over(core: Core, group: RankGroup, inputs: PlanInputs, *, keep_state: bool) -> None:
     """Plan anew for a group, and move the state to its owners, or begin with new state; all ranks call."""
     params, leaves, local = core.params, core.owned.leaves, core.owned.local
-    own = StateShard({})
+    own, everywhere = dict[Any, Any](), dict[Any, Any]()
     with failing_together(group):
         if keep_state:
             local.check_dicts()
             core.follow_state()
             leaves.follow_values(leaves.masters)
-            own = core.held()
+            own = core.indexed_state()
+            everywhere = {key: own.pop(key) for key in list(own) if not isinstance(key, int)}
         about = [*inputs.options.describe(), *local.describe_specs()]
         about.append(f"cuts of groups {inputs.may_cut(core.groups)}")
         items = [f"keep_state={keep_state}", *describe_params(core.groups), *about]
     agree(group, items, "the optimizers to be bound to one group")
-    holders = _find_sources(core, group, own) if keep_state else None
-    groups, everywhere = core.groups, dict[Any, Any]()
+    holders, groups = _find_sources(core, group, everywhere) if keep_state else None, core.groups
     if holders is not None and holders.shares:  # the first holder's options, and global entries
         shared, is_first = {}, group.rank == holders.first
         if is_first:
-            shared = {"options": list(map(options_of, groups)), "everywhere": dict(own.everywhere)}
+            shared = {"options": list(map(options_of, groups)), "everywhere": everywhere}
         shared = sent_by(group, holders.first, shared, "the options")
         groups = groups if is_first else core.with_options(shared["options"])
         everywhere = shared["everywhere"]
     sharding, plan = _planned(core, group, inputs, groups, about)
-    part = StateShard({})
+    state, values = dict[int, Any](), dict[int, Any]()
     if holders is not None:
-        part = move(group, core.row_map(holders.pieces, plan.pieces), replace(own, everywhere={}))
+        rows = core.row_map(holders.pieces, plan.pieces)
+        state = move(group, rows, own)
+        shaped = dict.fromkeys(rows.shaped, frozenset({_VALUES}))
+        here = {
+            index: {_VALUES: leaves.rows(param).detach()}
+            for index, param in enumerate(params)
+            if core.sharding.piece_here(param) is not None
+        }
+        values = move(group, replace(rows, shaped=shaped), here)
     owned = _built(core, group, inputs, sharding, plan, groups)
     if holders is not None:
-        state = {params[index]: entries for index, entries in part.state.items()}
-        owned.load({**state, **everywhere}, groups, exact=True)
+        of_params = {params[index]: entries for index, entries in state.items()}
+        owned.load({**of_params, **everywhere}, groups, exact=True)
     # Everything is checked now. Only a rank that dies can stop it from here on.
     snapshot = Snapshot() if holders is None else core.snapshot.at(holders.age, holders.steps)
     new = replace(core, ranks=group, inputs=inputs, sharding=sharding, owned=owned, groups=groups)
     core.become(replace(new, snapshot=snapshot))
     with torch.no_grad():
-        for index, value in part.values.items():
-            owned.leaves.rows(params[index]).copy_(value)
+        for index, entries in values.items():
+            owned.leaves.rows(params[index]).copy_(entries[_VALUES])
     core.engine.bind(group, inputs.options.own_options)
     core.engine.add(sharding.add(params, plan, short_names(groups)))
 

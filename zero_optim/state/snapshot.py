@@ -41,7 +41,7 @@ class Snapshot:
         if is_new and self.untouched:
             return
         self.age += 1
-        self.untouched, self._whole, self._was_new = False, None, False
+        self.drop()
 
     def drop(self, is_new: bool = False) -> None:
         """Drop the whole state, which is no longer known; of a new optimizer: Note [Steps that are none]."""

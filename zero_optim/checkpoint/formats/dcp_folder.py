@@ -12,19 +12,20 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as meta
 
-from zero_optim.checkpoint.content import MODEL, OPTIMIZER
+from zero_optim.checkpoint.content import MODEL, OPTIMIZER, RankContent
+from zero_optim.checkpoint.data import lazy
 from zero_optim.checkpoint.files import open_regular, within
 from zero_optim.checkpoint.formats.unpickling import SafeUnpickler
-from zero_optim.checkpoint.sections import EXACT, Placeholders, Source, source_of, torch_save
+from zero_optim.checkpoint.sections import EXACT, source_of, torch_save
 from zero_optim.compat import private
 from zero_optim.errors import StateMismatchError
 
 METADATA = ".metadata"
 
 
-def of_dcp(folder: Path, names: Sequence[str] | None = None) -> Source:
+def of_dcp(folder: Path, names: Sequence[str] | None = None) -> RankContent:
     """Open a folder that ``dcp.save`` wrote with its own storage."""
-    values, places = dict[str, Any](), Placeholders()
+    values = dict[str, Any]()
     with open_regular(folder / METADATA) as raw, io.BufferedReader(raw) as file:
         metadata: meta.Metadata = SafeUnpickler(file).load()
     for key, entry in metadata.state_dict_metadata.items():
@@ -34,8 +35,8 @@ def of_dcp(folder: Path, names: Sequence[str] | None = None) -> Source:
         if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
             raise ValueError(f"the chunks of {key} are not all of a tensor of shape {tuple(entry.size)}")
         read = partial(_tensor, folder, metadata, key, entry)
-        values[key] = places.add(entry.properties.dtype, entry.size, read)
-    return source_of(_nested(values, metadata.planner_data or {}), folder, names, places)
+        values[key] = lazy(entry.properties.dtype, entry.size, read)
+    return source_of(_nested(values, metadata.planner_data or {}), folder, names)
 
 
 def _loaded(folder: Path, metadata: meta.Metadata, index: meta.MetadataIndex) -> Any:  # noqa: ANN401

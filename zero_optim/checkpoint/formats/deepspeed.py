@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_optim.checkpoint.content import MODEL, OPTIMIZER
+from zero_optim.checkpoint.content import MODEL, OPTIMIZER, RankContent
+from zero_optim.checkpoint.data import lazy, loaded
 from zero_optim.checkpoint.files import within
 from zero_optim.checkpoint.formats.unpickling import tolerant
-from zero_optim.checkpoint.sections import Placeholders, Source, source_of
+from zero_optim.checkpoint.sections import source_of
 from zero_optim.step.leaves import MASTER
 
 _NAME = r"(?:(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_)?mp_rank_00_{}_states\.pt"
@@ -26,17 +27,17 @@ _CONFIG = (
 _Entries = dict[str, dict[str, Any]]  # name of a parameter -> name of an entry, with "fp32" for its value
 
 
-def of_deepspeed(folder: Path) -> Source:
+def of_deepspeed(folder: Path) -> RankContent:
     """Open a checkpoint; ValueError if it has parts of other kinds of parallelism, or lacks a rank's file."""
     if (folder / "latest").is_file():
         folder = within(folder, (folder / "latest").read_text().strip())
-    models, optims, places = _files(folder, "model"), _files(folder, "optim"), Placeholders()
+    models, optims = _files(folder, "model"), _files(folder, "optim")
     first, groups = models[0], models[0]["param_shapes"]
     shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
     if (folder / "zero").is_dir():
         entries, options = _universal(folder / "zero", groups)
     elif optims and len(optims) == first["dp_world_size"]:
-        entries, options = _sharded([each["optimizer_state_dict"] for each in optims], shapes, places)
+        entries, options = _sharded([each["optimizer_state_dict"] for each in optims], shapes)
     else:
         raise ValueError(f"it has {len(optims)} files of optimizer state, not {first['dp_world_size']}")
     weights, state = dict[str, Tensor](), dict[str, Any]()
@@ -44,10 +45,10 @@ def of_deepspeed(folder: Path) -> Source:
     for name, param in first["module"].items():
         own, weights[name] = shared.get(name, name), param
         if own in entries and (param.numel() == 0 or param.dtype == entries[own]["fp32"].dtype):
-            weights[name] = _cast(entries[own]["fp32"], param.dtype, places)
+            weights[name] = _cast(entries[own]["fp32"], param.dtype)
         elif own in frozen and param.shape != frozen[own]:
             parts = [each["frozen_param_fragments"][own] for each in models]
-            weights[name] = _whole([(part, 0, part.numel()) for part in parts], frozen[own], places)
+            weights[name] = _whole([(part, 0, part.numel()) for part in parts], frozen[own])
     for name, of_name in entries.items():
         own = {key: value for key, value in of_name.items() if key != "fp32"}
         if first["module"][name].dtype != of_name["fp32"].dtype:
@@ -60,7 +61,7 @@ def of_deepspeed(folder: Path) -> Source:
     if scaler.get("dynamic_loss_scale"):
         rest["loss_scaler"] = vars(scaler["loss_scaler"])
     optimizer = {"state": state, "param_groups": param_groups}
-    return source_of({**rest, MODEL: weights, OPTIMIZER: optimizer}, folder, None, places)
+    return source_of({**rest, MODEL: weights, OPTIMIZER: optimizer}, folder)
 
 
 def _files(folder: Path, kind: str) -> list[Any]:
@@ -83,23 +84,21 @@ def _load(path: Path) -> Any:  # noqa: ANN401 - whatever was saved
         return torch.load(path, map_location="cpu", mmap=True, pickle_module=tolerant, weights_only=False)
 
 
-def _whole(parts: list[tuple[Tensor, int, int]], shape: Sequence[int], places: Placeholders) -> Tensor:
+def _whole(parts: list[tuple[Tensor, int, int]], shape: Sequence[int]) -> Tensor:
     """Stand for a tensor whose elements lie in these runs of flat ones; the last may be padded."""
 
     def read() -> Tensor:
         run = torch.cat([flat.narrow(0, start, numel) for flat, start, numel in parts])
         return run[: math.prod(shape)].view(tuple(shape))
 
-    return places.add(parts[0][0].dtype, shape, read)
+    return lazy(parts[0][0].dtype, shape, read)
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype, places: Placeholders) -> Tensor:
-    return places.add(dtype, tensor.shape, lambda: places.read(tensor).to(dtype))
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return lazy(dtype, tensor.shape, lambda: loaded(tensor).to(dtype))
 
 
-def _sharded(
-    optims: list[Any], shapes: Mapping[str, tuple[int, ...]], places: Placeholders
-) -> tuple[_Entries, list[Any]]:
+def _sharded(optims: list[Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[_Entries, list[Any]]:
     """Put together what the ranks have of flat partitions, and return it with the groups' options."""
     runs: dict[
         str, list[tuple[dict[str, Any], int, int]]
@@ -131,7 +130,7 @@ def _sharded(
         for key, value in parts[0][0].items():
             if isinstance(value, Tensor) and value.ndim:  # of flat ones some are padded
                 of_key = [(flat[key], start, numel) for flat, start, numel in parts]
-                entries[name][key] = _whole(of_key, shapes[name], places)
+                entries[name][key] = _whole(of_key, shapes[name])
             elif all(flat[key] == value for flat, _, _ in parts):
                 entries[name][key] = value
             else:
