@@ -66,7 +66,8 @@ RELEASED = (
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 _Row: TypeAlias = tuple[int, Tensor]  # and its owner
-_Slices: TypeAlias = Sequence[tuple[Tensor, Tensor]]
+_Slice: TypeAlias = tuple[Tensor, Tensor]  # of all ranks, and this rank's, there or elsewhere
+_Slices: TypeAlias = Sequence[_Slice]
 
 
 class _Released:
@@ -202,28 +203,29 @@ class RankGroup:
         return Work(self.works, self.phase, about, late_on=transport.late_on, polls=transport.waits_on_host)
 
     def broadcast_rows(
-        self, rows: Iterable[_Row], about: str = "", heads: Tensor | None = None
+        self, rows: Iterable[_Row], about: str = "", heads: _Slice | None = None
     ) -> list[Waitable]:
         """Start broadcasts of (owner, 1-D tensor) pairs on a device; all ranks call: Note [Rows at once].
 
-        ``heads``: a short row of bytes for each rank on that device, gathered beside, in place.
+        ``heads``: a short row of bytes for each rank on that device, gathered beside, and this rank's row,
+        which is in its place where the ranks share memory.
         """
         listed = list(rows)
         if self.size == 1 or not (listed or heads is not None):
             return []
-        device = listed[0][1].device if heads is None else heads.device
+        device = listed[0][1].device if heads is None else heads[0].device
         memory, work = self.shared_memory(device), self.begin_work(about, device)
         if memory is not None:
-            before = [] if heads is None else list(enumerate(heads.unbind()))
+            before = [] if heads is None else list(enumerate(heads[0].unbind()))
             with work.starting():
                 handle = memory.spread_rows([*before, *listed])
             self.phase.sent(handle.nbytes, len(listed) + (heads is not None))
             return [work.take(handle)]
-        slices = [] if heads is None else [(heads.view(-1), heads[self.rank])]
+        slices = [] if heads is None else [heads]
         return self._gather(work, device, slices, listed)
 
     def gather_slices(self, slices: _Slices, about: str = "") -> list[Waitable]:
-        """Start all-gathers of (1-D tensor of bytes, this rank's slice of it or a copy); all ranks call."""
+        """Start all-gathers of (tensor of bytes, this rank's slice of it or a copy); all ranks call."""
         device = slices[0][0].device
         return self._gather(self.begin_work(about, device), device, slices, ())
 
@@ -249,7 +251,7 @@ class RankGroup:
         return handles
 
     def _gather_into(self, flat: Tensor, mine: Tensor) -> Any:  # noqa: ANN401 - a handle of the backend
-        return getattr(dist, GATHER)(flat, mine, group=self.process_group, async_op=True)
+        return getattr(dist, GATHER)(flat.view(-1), mine, group=self.process_group, async_op=True)
 
     def _broadcast(self, tensor: Tensor, source: int) -> dist.Work | None:
         # As bytes, because no backend knows every dtype (gloo lacks float8, NCCL lacks int16).
@@ -347,7 +349,7 @@ class RankGroup:
         gathered = flat.view(self.size, -1)
         if self.one_host(mine.device) is not None:
             gathered[self.rank].copy_(mine)
-            works = self.broadcast_rows([], about, gathered)
+            works = self.broadcast_rows([], about, (gathered, gathered[self.rank]))
         else:
             works = self.gather_slices([(flat, mine)], about)
         return Pending(works, lambda _: gathered, [gathered])
