@@ -188,7 +188,8 @@ class RankGroup:
 
     def levels(self, device: torch.device) -> "Levels | None":
         """Return the groups inside hosts and across, where a device's tensors go through these."""
-        return None if self.transport(device).shares_host_memory else self.works.levels
+        levels = self.works.levels
+        return None if levels is None or self.transport(device).shares_host_memory else levels
 
     def begin_work(
         self, about: str = "", device: torch.device | None = None, *, runs_hook: bool = False
@@ -207,8 +208,7 @@ class RankGroup:
     ) -> list[Waitable]:
         """Start broadcasts of (owner, 1-D tensor) pairs on a device; all ranks call: Note [Rows at once].
 
-        ``heads``: a short row of bytes for each rank on that device, gathered beside, and this rank's row,
-        which is in its place where the ranks share memory.
+        ``heads``: for a short row of bytes of each rank, and this rank's: in place where memory is shared.
         """
         listed = list(rows)
         if self.size == 1 or not (listed or heads is not None):
@@ -221,8 +221,7 @@ class RankGroup:
                 handle = memory.spread_rows([*before, *listed])
             self.phase.sent(handle.nbytes, len(listed) + (heads is not None))
             return [work.take(handle)]
-        slices = [] if heads is None else [heads]
-        return self._gather(work, device, slices, listed)
+        return self._gather(work, device, [] if heads is None else [heads], listed)
 
     def gather_slices(self, slices: _Slices, about: str = "") -> list[Waitable]:
         """Start all-gathers of (tensor of bytes, this rank's slice of it or a copy); all ranks call."""
@@ -345,13 +344,12 @@ class RankGroup:
 
     def start_all_gather(self, mine: Tensor, about: str = "") -> Pending[Tensor]:
         """Start `all_gather_rows` in a group of several."""
-        flat = mine.new_empty(self.size * mine.numel())
-        gathered = flat.view(self.size, -1)
+        gathered = mine.new_empty(self.size, mine.numel())
         if self.one_host(mine.device) is not None:
             gathered[self.rank].copy_(mine)
             works = self.broadcast_rows([], about, (gathered, gathered[self.rank]))
         else:
-            works = self.gather_slices([(flat, mine)], about)
+            works = self.gather_slices([(gathered, mine)], about)
         return Pending(works, lambda _: gathered, [gathered])
 
 
