@@ -12,11 +12,13 @@ Note [Two levels]
     Of H hosts with L ranks each, an all-to-all of all ranks sends an element L times over a host's card, and
     a ring up to twice. So sums go inside a host, then across, in the order of `SeveralHosts`, which does so
     on gloo; gathers go back. A card sends (H-1)/H of a bucket for each. All stages follow each other on one
-    extra stream: nobody waits between them, and no two of their communicators are in use at once.
+    extra stream: nobody waits between them, and no two of their communicators are in use at once. Through
+    sockets gloo has no stream, and each wait would hold up the backward pass: there all ranks send to all.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -89,14 +91,19 @@ def start_all_to_all(
     group: RankGroup, sent: Tensor, sizes: Sequence[int], received: Tensor, came: Sequence[int]
 ) -> dist.Work:
     """Start an all-to-all in one call, for a `Work` of the caller; arguments as of `exchange`."""
-    size = sent.element_size()
-    there, back = ([length * size for length in of] for of in (sizes, came))
+    there, back = (_in_bytes(tuple(lengths), sent.element_size()) for lengths in (sizes, came))
     into, parcel = received.view(torch.uint8), sent.view(torch.uint8)  # no backend knows every dtype
     started: dist.Work | None = dist.all_to_all_single(
         into, parcel, back, there, group=group.process_group, async_op=True
     )
     assert started is not None  # async_op=True on a member always returns a handle
     return started
+
+
+@lru_cache(2**10)  # some of each bucket, with a number a rank
+def _in_bytes(lengths: tuple[int, ...], size: int) -> list[int]:
+    in_bytes = {length: length * size for length in lengths}  # nearly all are equal: one object for these
+    return [in_bytes[length] for length in lengths]
 
 
 def gather_heads(lanes: Lanes, heads: Tensor, about: str) -> list[Waitable]:
