@@ -15,7 +15,7 @@ def test_slices_and_rows_share_each_element_once(rows: tuple[int, ...]) -> None:
     assert length * len(rows) >= total
     of_slices = [slices.splits[0] for slices in every]
     of_rows = [slices.splits[1] for slices in every]
-    assert [list(column) for column in zip(*of_slices, strict=True)] == of_rows
+    assert list(zip(*of_slices, strict=True)) == of_rows
     assert [sum(parts) for parts in of_rows] == list(rows)
     used = [max(0, min(total, length * (rank + 1)) - length * rank) for rank in range(len(rows))]
     assert [sum(parts) for parts in of_slices] == used
@@ -25,7 +25,7 @@ def test_equal_rows_are_the_slices() -> None:
     slices = Slices(1, (5, 5, 5))
     assert slices.is_even
     assert slices.slice == 5
-    assert slices.splits == ([0, 5, 0], [0, 5, 0])
+    assert slices.splits == ((0, 5, 0), (0, 5, 0))
 
 
 def test_other_slices_are_multiples_of_a_unit() -> None:
@@ -48,7 +48,7 @@ ON_HOSTS = [(9, 0, 0, 0), (70, 33, 1, 0, 0, 5), (4, 4, 4, 4), (500, 499) * 3, (0
 def test_slices_on_hosts_share_each_element_with_rows_once(rows: tuple[int, ...]) -> None:
     every = [stripes_of(Slices(rank, rows), 2) for rank in range(len(rows))]
     of_slices, of_rows = ([each.splits[side] for each in every] for side in (0, 1))
-    assert [list(column) for column in zip(*of_slices, strict=True)] == of_rows
+    assert list(zip(*of_slices, strict=True)) == of_rows
     assert [sum(parts) for parts in of_rows] == list(rows)
     others = len(rows) // 2 - 1  # of which a rank receives, at most a bucket
     assert others * max(every[0].parts) <= 1.02 * sum(rows) + others * UNIT

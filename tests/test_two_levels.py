@@ -88,7 +88,8 @@ def check_sums_and_gathers(kind: str) -> None:
             flat, heads = torch.zeros(rows.slice * group.size, dtype=dtype), torch.zeros(group.size, 4)
             rows.row(flat).copy_(sums[group.rank])
             heads[group.rank] = group.rank + 1
-            for work in gather_slices(group, flat, rows, "rows", heads.view(torch.uint8)):
+            octets = heads.view(torch.uint8)
+            for work in gather_slices(group, flat, rows, "rows", (octets, octets[group.rank])):
                 work.wait()
             assert_same_bits([flat[: rows.total]], [torch.cat(sums)], (name, dtype))
             assert heads[:, 0].tolist() == [*range(1, group.size + 1)]

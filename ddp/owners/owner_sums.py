@@ -10,8 +10,7 @@ Note [Sums across replicas]
     it.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
@@ -55,7 +54,7 @@ class OwnerSums:
         """Start a bucket; its result is what ``take_over`` returns of the sum of this rank's row."""
         results: list[Tensor] = []
         sums, bringing, replicas = self._flows
-        with self._abandoning():
+        with self.lanes:  # nobody else shall have them if something fails
             while len(sums):
                 sums.finish_first()
             flat, rows = make_flat()
@@ -84,22 +83,13 @@ class OwnerSums:
 
     def finish(self) -> None:
         """Wait for all buckets; raises what an earlier wait raised."""
-        with self._abandoning():
+        with self.lanes:
             for flow in self._flows:
                 flow.wait()
 
     def _finish(self, results: list[Tensor]) -> Tensor:
         """Wait for a bucket, and for those before."""
-        with self._abandoning():
+        with self.lanes:
             while not results:
                 next(flow for flow in self._flows[::-1] if len(flow)).finish_first()
         return results[0]
-
-    @contextmanager
-    def _abandoning(self) -> Iterator[None]:
-        """Let nobody else have the lanes, on which something failed."""
-        try:
-            yield
-        except BaseException:
-            self.lanes.abandon()
-            raise

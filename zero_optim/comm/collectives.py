@@ -66,7 +66,8 @@ RELEASED = (
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 _Row: TypeAlias = tuple[int, Tensor]  # and its owner
-_Slices: TypeAlias = Sequence[tuple[Tensor, Tensor]]
+_Slice: TypeAlias = tuple[Tensor, Tensor]  # of all ranks, and this rank's, there or elsewhere
+_Slices: TypeAlias = Sequence[_Slice]
 
 
 class _Released:
@@ -187,7 +188,8 @@ class RankGroup:
 
     def levels(self, device: torch.device) -> "Levels | None":
         """Return the groups inside hosts and across, where a device's tensors go through these."""
-        return None if self.transport(device).shares_host_memory else self.works.levels
+        levels = self.works.levels
+        return None if levels is None or self.transport(device).shares_host_memory else levels
 
     def begin_work(
         self, about: str = "", device: torch.device | None = None, *, runs_hook: bool = False
@@ -202,28 +204,27 @@ class RankGroup:
         return Work(self.works, self.phase, about, late_on=transport.late_on, polls=transport.waits_on_host)
 
     def broadcast_rows(
-        self, rows: Iterable[_Row], about: str = "", heads: Tensor | None = None
+        self, rows: Iterable[_Row], about: str = "", heads: _Slice | None = None
     ) -> list[Waitable]:
         """Start broadcasts of (owner, 1-D tensor) pairs on a device; all ranks call: Note [Rows at once].
 
-        ``heads``: a short row of bytes for each rank on that device, gathered beside, in place.
+        ``heads``: for a short row of bytes of each rank, and this rank's: in place where memory is shared.
         """
         listed = list(rows)
         if self.size == 1 or not (listed or heads is not None):
             return []
-        device = listed[0][1].device if heads is None else heads.device
+        device = listed[0][1].device if heads is None else heads[0].device
         memory, work = self.shared_memory(device), self.begin_work(about, device)
         if memory is not None:
-            before = [] if heads is None else list(enumerate(heads.unbind()))
+            before = [] if heads is None else list(enumerate(heads[0].unbind()))
             with work.starting():
                 handle = memory.spread_rows([*before, *listed])
             self.phase.sent(handle.nbytes, len(listed) + (heads is not None))
             return [work.take(handle)]
-        slices = [] if heads is None else [(heads.view(-1), heads[self.rank])]
-        return self._gather(work, device, slices, listed)
+        return self._gather(work, device, [] if heads is None else [heads], listed)
 
     def gather_slices(self, slices: _Slices, about: str = "") -> list[Waitable]:
-        """Start all-gathers of (1-D tensor of bytes, this rank's slice of it or a copy); all ranks call."""
+        """Start all-gathers of (tensor of bytes, this rank's slice of it or a copy); all ranks call."""
         device = slices[0][0].device
         return self._gather(self.begin_work(about, device), device, slices, ())
 
@@ -249,7 +250,7 @@ class RankGroup:
         return handles
 
     def _gather_into(self, flat: Tensor, mine: Tensor) -> Any:  # noqa: ANN401 - a handle of the backend
-        return getattr(dist, GATHER)(flat, mine, group=self.process_group, async_op=True)
+        return getattr(dist, GATHER)(flat.view(-1), mine, group=self.process_group, async_op=True)
 
     def _broadcast(self, tensor: Tensor, source: int) -> dist.Work | None:
         # As bytes, because no backend knows every dtype (gloo lacks float8, NCCL lacks int16).
@@ -343,13 +344,12 @@ class RankGroup:
 
     def start_all_gather(self, mine: Tensor, about: str = "") -> Pending[Tensor]:
         """Start `all_gather_rows` in a group of several."""
-        flat = mine.new_empty(self.size * mine.numel())
-        gathered = flat.view(self.size, -1)
+        gathered = mine.new_empty(self.size, mine.numel())
         if self.one_host(mine.device) is not None:
             gathered[self.rank].copy_(mine)
-            works = self.broadcast_rows([], about, gathered)
+            works = self.broadcast_rows([], about, (gathered, gathered[self.rank]))
         else:
-            works = self.gather_slices([(flat, mine)], about)
+            works = self.gather_slices([(gathered, mine)], about)
         return Pending(works, lambda _: gathered, [gathered])
 
 

@@ -1,5 +1,6 @@
 """Frames of short messages, and texts about ranks. No communication."""
 
+import ctypes
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
@@ -10,7 +11,6 @@ T = TypeVar("T", bound=Hashable)
 
 SHORT = 47  # bytes: a digest
 _MANY = 128  # ranks, which are no longer all named
-_FEW = 256  # bytes, which are copied one by one in a fifth of the time
 
 
 def framed(message: bytes) -> bytes:
@@ -72,7 +72,6 @@ def bytes_to_tensor(payload: bytes) -> Tensor:
 
 def tensor_to_bytes(tensor: Tensor) -> bytes:
     """Copy a uint8 tensor into bytes."""
-    if tensor.numel() <= _FEW:
-        return bytes(tensor.flatten().tolist())
-    # A copy: PyTorch resizes no storage that NumPy has seen, and units empty theirs.
-    return tensor.cpu().clone().numpy().tobytes()
+    # Not by NumPy: PyTorch resizes no storage that it has seen, and units empty theirs.
+    here = tensor.cpu().contiguous()
+    return ctypes.string_at(here.data_ptr(), here.numel())

@@ -47,6 +47,13 @@ class Lease:
         """Wrap a group that is not a lane; its end does nothing."""
         return cls({"": group}, {})
 
+    def __enter__(self) -> None:
+        """Begin a use: if it raises, `abandon`."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            self.abandon()
+
     def abandon(self) -> None:
         """Never lend these lanes again, after a failure. No communication."""
         self._end.detach()

@@ -12,11 +12,13 @@ Note [Two levels]
     Of H hosts with L ranks each, an all-to-all of all ranks sends an element L times over a host's card, and
     a ring up to twice. So sums go inside a host, then across, in the order of `SeveralHosts`, which does so
     on gloo; gathers go back. A card sends (H-1)/H of a bucket for each. All stages follow each other on one
-    extra stream: nobody waits between them, and no two of their communicators are in use at once.
+    extra stream: nobody waits between them, and no two of their communicators are in use at once. Through
+    sockets gloo has no stream, and each wait would hold up the backward pass: there all ranks send to all.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -89,14 +91,19 @@ def start_all_to_all(
     group: RankGroup, sent: Tensor, sizes: Sequence[int], received: Tensor, came: Sequence[int]
 ) -> dist.Work:
     """Start an all-to-all in one call, for a `Work` of the caller; arguments as of `exchange`."""
-    size = sent.element_size()
-    there, back = ([length * size for length in of] for of in (sizes, came))
+    there, back = (_in_bytes(tuple(lengths), sent.element_size()) for lengths in (sizes, came))
     into, parcel = received.view(torch.uint8), sent.view(torch.uint8)  # no backend knows every dtype
     started: dist.Work | None = dist.all_to_all_single(
         into, parcel, back, there, group=group.process_group, async_op=True
     )
     assert started is not None  # async_op=True on a member always returns a handle
     return started
+
+
+@lru_cache(2**10)  # some of each bucket, with a number a rank
+def _in_bytes(lengths: tuple[int, ...], size: int) -> list[int]:
+    in_bytes = {length: length * size for length in lengths}  # nearly all are equal: one object for these
+    return [in_bytes[length] for length in lengths]
 
 
 def gather_heads(lanes: Lanes, heads: Tensor, about: str) -> list[Waitable]:
@@ -111,27 +118,35 @@ def gather_heads(lanes: Lanes, heads: Tensor, about: str) -> list[Waitable]:
 
 
 def gather_slices(
-    group: RankGroup, flat: Tensor, rows: Slices, about: str = "", heads: Tensor | None = None
+    group: RankGroup,
+    flat: Tensor,
+    rows: Slices,
+    about: str = "",
+    heads: tuple[Tensor, Tensor] | None = None,  # as of `broadcast_rows`
+    own: Tensor | None = None,  # this rank's row, if it is not in ``flat``
 ) -> list[Waitable]:
-    """Start to bring the rows of a flat tensor, in place, to all ranks; ``heads``: as `broadcast_rows`.
+    """Start to bring the rows of a flat tensor, in place, to all ranks.
 
     One all-gather of the slices, behind an all-to-all from rows to slices if these differ. Note [Two levels].
     """
+    own = rows.row(flat) if own is None else own
     if (levels := group.levels(flat.device)) is not None:
-        headers = [] if heads is None else group.gather_slices([(heads.view(-1), heads[group.rank])], about)
-        return [*headers, _gather_by_hosts(group, levels, flat, rows, about)]
-    mine, before = flat.narrow(0, group.rank * rows.slice, rows.slice), list[Waitable]()
+        headers = [] if heads is None else group.gather_slices([heads], about)
+        return [*headers, _gather_by_hosts(group, levels, flat, rows, own, about)]
+    mine, before = own, list[Waitable]()
     if not rows.is_even:
-        mine, (in_rows, in_slices) = torch.empty_like(mine), rows.splits
-        before = [exchange([group], rows.row(flat), in_slices, mine[: sum(in_rows)], in_rows, about=about)]
+        mine, (in_rows, in_slices) = flat.new_empty(rows.slice), rows.splits
+        before = [exchange([group], own, in_slices, mine[: sum(in_rows)], in_rows, about=about)]
         if group.transport(flat.device).late_on is None:  # else a stream runs both in this order
             before.pop().wait()
-    slices = [] if heads is None else [(heads.view(-1), heads[group.rank])]
+    slices = [] if heads is None else [heads]
     slices.append((flat.view(torch.uint8), mine.view(torch.uint8)))
     return [*before, *group.gather_slices(slices, about)]
 
 
-def _gather_by_hosts(group: RankGroup, levels: Levels, flat: Tensor, rows: Slices, about: str) -> Waitable:
+def _gather_by_hosts(
+    group: RankGroup, levels: Levels, flat: Tensor, rows: Slices, row: Tensor, about: str
+) -> Waitable:
     """Start a gather of rows in place, across hosts first: Note [Two levels]."""
     inside, across, stripes = levels.inside, levels.across, stripes_of(rows, levels.inside.size)
     (in_rows, in_slices), device = stripes.splits, flat.device
@@ -141,9 +156,9 @@ def _gather_by_hosts(group: RankGroup, levels: Levels, flat: Tensor, rows: Slice
         by_host = torch.split(stripe, stripes.lengths)
         mine = by_host[across.rank]
         if stripes.is_direct:
-            mine[: in_slices[group.rank]].copy_(rows.row(flat))
+            mine[: in_slices[group.rank]].copy_(row)
         else:
-            start_all_to_all(group, rows.row(flat), in_slices, mine[: sum(in_rows)], in_rows).wait()
+            start_all_to_all(group, row, in_slices, mine[: sum(in_rows)], in_rows).wait()
         octets, own, every = (each.view(torch.uint8) for each in (stripe, mine, whole))
         is_even, filled = len({*stripes.lengths}) == 1, [each for each in enumerate(by_host) if len(each[1])]
         for call in across.start(device, *(([(octets, own)], ()) if is_even else ((), filled))):

@@ -109,7 +109,7 @@ class RowMoves:
                 parts.append(wholes[i].detach().narrow(dim, start, stop - start))
         _copy(sent.parts, parts)
         if header is not None:
-            mine = header.written(group.size, rank, self._sent_from)[rank]
+            _, mine = header.written(group.size, rank, self._sent_from)
             _copy(sent.heads, [mine] * group.size)
 
         def end(_: object) -> None:

@@ -49,7 +49,7 @@ class Flow:
         streams: StreamBeside | None = None,
         thread: "Worker | None" = None,
     ) -> None:
-        self._most = most
+        self._most, self._size = most, 0.0  # of the work under way
         self._streams = streams
         self._is_apart = False  # something waits on extra streams that the current one has not waited for
         self._thread = thread
@@ -80,7 +80,7 @@ class Flow:
     ) -> None:
         """Start work when it fits beside the rest. ``keys`` are what `wait_for` will ask for."""
         with self._lock:
-            while self._entries and size + sum(entry.size for entry in self._entries) > self._most:
+            while self._entries and self._size + size > self._most:
                 self.finish_first()
         end: threading.Event | None = None
         if self._thread is None:
@@ -90,6 +90,7 @@ class Flow:
             end = self._thread.run(work)
         self._is_apart |= device is not None
         with self._lock:
+            self._size += size
             self._entries.append(_Entry(work, size, frozenset(keys), device, is_behind, end))
 
     def finish_first(self) -> None:
@@ -124,6 +125,7 @@ class Flow:
         """Drop all work; the backend keeps its memory until it is done."""
         with self._lock:
             self._entries.clear()
+            self._size = 0.0
 
     def _wait(self, entry: _Entry, *, in_turn: bool = False) -> None:
         """Wait with the extra stream, if any, behind the current one, or ``in_turn`` of later work."""
@@ -142,6 +144,7 @@ class Flow:
     def _drop(self, entry: _Entry) -> None:
         with suppress(ValueError):  # what came of it has waited in its place
             self._entries.remove(entry)
+            self._size -= entry.size
 
 
 _Job: TypeAlias = tuple[Pending[Any], threading.Event]

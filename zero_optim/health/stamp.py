@@ -81,12 +81,15 @@ class Header(NamedTuple):
 
     mine: bytes
     take: Callable[[Arrival], None]
+    row: Tensor | None = None  # ``mine`` on a device, where it is there already
 
-    def written(self, size: int, rank: int, device: torch.device) -> Tensor:
-        """Return a row for each rank, with this rank's written."""
+    def written(self, size: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return a row for each rank, and this rank's, which is written."""
         rows = torch.empty(size, len(self.mine), dtype=torch.uint8, device=device)
+        if self.row is not None:
+            return rows, self.row
         copy_to(rows[rank], bytes_to_tensor(self.mine))
-        return rows
+        return rows, rows[rank]
 
 
 def find_error(

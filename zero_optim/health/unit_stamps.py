@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.frames import ranks_text
-from zero_optim.compat.streams import is_asynchronous
+from zero_optim.comm.frames import bytes_to_tensor, ranks_text
+from zero_optim.compat.streams import copy_to, current_stream, is_asynchronous, is_capturing
 from zero_optim.errors import RankMismatchError
 from zero_optim.health.stamp import Arrival, Header, Stamp, marked, parted
 from zero_optim.health.stamps import Call, Stamps
@@ -67,6 +67,8 @@ class UnitStamps:
         self._told: Arrival | None = None  # the first of a pass, whose calls were not compared
         self._marked: deque[Arrival] = deque()  # whose marks were not compared
         self._difference = ""
+        self._marks = [marked(b"", mark) for mark in range(1 + len(self._labels) * len(_PURPOSES))]
+        self._written: tuple[object, Tensor] | None = None  # of what call and device, a stamp for each mark
 
     def begin(self, first: Tensor, purpose: Purpose, *, tells: bool) -> tuple[int, Header]:
         """Return a gather's mark and header; ``tells``: it is of a pass whose first gather has the calls."""
@@ -77,6 +79,19 @@ class UnitStamps:
         self._begins &= not is_first
         tells = is_first and (torch.is_grad_enabled() or not is_asynchronous(first.device))
         return mark, Header(marked(self._stamps.last, mark), partial(self._take, tells))
+
+    def row(self, mark: int, device: torch.device) -> Tensor | None:
+        """Return a gather's stamp on a device, to which one copy brings those of all gathers after a call."""
+        if is_capturing(device):  # later gathers would read what only the graph writes
+            return None
+        last, about = self._stamps.last, (device, current_stream(device))
+        if self._written is None or self._written[0] != (last, *about):
+            stamp = last[len(self._marks[0]) :]
+            octets = bytes_to_tensor(stamp.join(self._marks) + stamp)
+            table = torch.empty(len(self._marks), len(last), dtype=torch.uint8, device=device)
+            copy_to(table, octets.view_as(table))
+            self._written = (last, *about), table
+        return self._written[1][mark]
 
     def _take(self, tells: bool, arrival: Arrival) -> None:
         self._marked.append(arrival)

@@ -2,7 +2,8 @@
 
 Rows adjoin in the order of ranks, of any lengths; padding lies behind the last one. So cost does not depend
 on who owns what: rank r reduces slice r or sends it, and where rows are not the slices one more all-to-all
-brings rows to slices, or slices to rows.
+brings rows to slices, or slices to rows. With few owners rows never are: so many ranks have more collectives
+than few. Had each rank an equal slice, messages of 1,024 ranks would be tiny, and no matrix whole.
 
 Note [Slices on hosts]
     Ranks of a host have equal slices of their own rows, or the rows where these are nearly even; the slices
@@ -62,11 +63,11 @@ class Slices:
         return 2 - self.is_even
 
     @cached_property
-    def splits(self) -> tuple[list[int], list[int]]:
+    def splits(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What this rank's slice shares with each row, and this rank's row with each slice."""
         rows, slices = list(_spans(self.rows)), list(_spans(self.parts))
-        in_slice = [_shared(slices[self.rank], row) for row in rows]
-        return in_slice, [_shared(rows[self.rank], part) for part in slices]
+        in_slice = tuple(_shared(slices[self.rank], row) for row in rows)
+        return in_slice, tuple(_shared(rows[self.rank], part) for part in slices)
 
     @cached_property
     def first(self) -> int:

@@ -191,6 +191,11 @@ class Bucket:
         self._copy(flat, self.own, into_params=False)
         return flat
 
+    @property
+    def own_row(self) -> Tensor | None:
+        """This rank's row where a gather sends it from there, as `fill` leaves it out; else None."""
+        return None
+
     def rows(self, flat: Tensor) -> list[tuple[int, Tensor]]:
         """List what owners send of a flat tensor, as `rows_in`."""
         return self._sent if flat is self._lasting else rows_in(flat, self.layout)

@@ -40,10 +40,10 @@ def start_gather(
     """Start the gather of a bucket, owner r on lane r modulo their number. Until ``wait()`` nobody writes."""
     flat = bucket.fill()
     heads = None if header is None else header.written(lanes[0].size, lanes[0].rank, bucket.device)
-    works = [] if heads is None else gather_heads(lanes, heads, bucket.label)
+    works = [] if heads is None else gather_heads(lanes, heads[0], bucket.label)
     beside = None if works else heads  # in one message or launch with the rows
     if bucket.slices is not None:
-        works += gather_slices(lanes[0], flat, bucket.slices, bucket.label, beside)
+        works += gather_slices(lanes[0], flat, bucket.slices, bucket.label, beside, bucket.own_row)
     else:
         rows = bucket.rows(flat)
         for number, lane in enumerate(lanes):
@@ -53,16 +53,17 @@ def start_gather(
     def end(_: object) -> None:
         bucket.receive(flat, changed)
         if header is not None and heads is not None:
-            header.take(Arrival(heads, header.mine))
+            header.take(Arrival(heads[0], header.mine))
 
-    return Pending(works, end, [flat] if heads is None else [flat, heads])
+    own = () if bucket.own_row is None else (bucket.own_row,)
+    return Pending(works, end, [flat, *own, *(heads or ())])
 
 
 def start_header(lane: RankGroup, header: Header, device: torch.device) -> Pending[None]:
     """Start the gather of a header alone; all ranks call."""
     heads = header.written(lane.size, lane.rank, device)
-    works = gather_heads([lane], heads, "stamps") or lane.broadcast_rows([], "stamps", heads)
-    return Pending(works, lambda _: header.take(Arrival(heads, header.mine)), [heads])
+    works = gather_heads([lane], heads[0], "stamps") or lane.broadcast_rows([], "stamps", heads)
+    return Pending(works, lambda _: header.take(Arrival(heads[0], header.mine)), heads)
 
 
 def gains_by_lanes(group: RankGroup, buckets: Sequence[Bucket]) -> bool:
@@ -93,10 +94,14 @@ class UnitGathers:
         self.group.works.note_failure("")  # its stamp tells
         mark, header = self.stamps.begin(bucket.params[0], purpose, tells=tells)
         lanes = [lane.during("gather") for lane in self.lanes.groups]
-        if self.group.size == 1 or not self.group.transport(bucket.device).waits_on_host:
-            return start_gather(lanes, bucket, header if self.group.size > 1 else None)
-        flat, (mine, take) = bucket.fill(), header
-        heads = header.written(self.group.size, self.group.rank, bucket.device)
+        if self.group.size == 1:
+            return start_gather(lanes, bucket)
+        if not self.group.transport(bucket.device).waits_on_host:
+            if self.group.shared_memory(bucket.device) is None:
+                header = header._replace(row=self.stamps.row(mark, bucket.device))
+            return start_gather(lanes, bucket, header)
+        flat, (mine, take, _) = bucket.fill(), header
+        heads, _ = header.written(self.group.size, self.group.rank, bucket.device)
         before = list(enumerate(heads.unbind()))  # Note [Marks of units] in `unit_stamps`
         first, *rest = spread_rows(lanes, before, bucket.rows(flat), mark, bucket.label)
         taken = Pending([first], lambda _: take(Arrival(heads, mine)))

@@ -270,9 +270,16 @@ class RowBucket(Uncopied, Bucket):
         self._check_untouched()
         if not self._stays:
             self._memory.grow()
-            with torch.no_grad():
-                self.read_row(self._flat_row)
+            if self.own_row is None:
+                with torch.no_grad():
+                    self.read_row(self._flat_row)
         return self._flat
+
+    @property
+    def own_row(self) -> Tensor | None:
+        """See `Bucket`: where rows are gathered by slices, and it is sent as it is kept."""
+        is_sent = self.slices is not None and not (self._stays or self.is_rounded or self._storage.on_host)
+        return self.row if is_sent else None
 
     def receive(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
         """Make the parameters whole after all rows have come."""

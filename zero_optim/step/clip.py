@@ -10,6 +10,7 @@ Note [One gather, one wait]
 
 import hashlib
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import agree, check_flags, one_error
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.frames import bytes_to_tensor, tensor_to_bytes
+from zero_optim.comm.frames import bytes_to_tensor
 from zero_optim.compat import private
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.dtensor.placement import is_dtensor
@@ -33,6 +34,7 @@ from zero_optim.plan.pieces import Pieces
 from zero_optim.step.partial import PartialGradient, is_on_host, rows_here
 
 _HEADING_NBYTES = 16  # a byte for failure, then the digest
+_DOUBLE = struct.Struct("=d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,8 @@ class NormSlots:
             for piece in owners:
                 owned[piece.owner].append(index)
         self.num = max(map(len, owned))
+        # What a rank sends, in doubles: norms, at least one filler, and what is known of the slots.
+        self.width = self.num + 1 - (_HEADING_NBYTES + self.num) // -_DOUBLE.size
         # With whether this rank is the parameter's first owner.
         self.own = [(index, pieces[index][0].owner == rank) for index in owned[rank]]
         rows = [[*indices, *[0] * (self.num - len(indices))] for indices in owned]
@@ -110,18 +114,18 @@ class NormSlots:
         return len(pieces) == len(self.pieces) and all(map(is_, pieces, self.pieces))
 
     def of_present(self, present: NDArray[np.uint8]) -> tuple[list[int], Tensor]:
-        """Return the parameters with a gradient, and a row of places for each, of equal length: -1 is none.
+        """Return the parameters with a gradient, and for each as many places among what all ranks send.
 
         ``present``: of each rank and slot. A rank sends the norms of those with a gradient one behind the
-        other. Places are in the order of ranks, which is that of rows.
+        other. Places are in the order of ranks, which is that of rows, then that of a filler.
         """
         key = present.tobytes()
         if self._known is None or self._known[0] != key:
             slots = present.reshape(-1).nonzero()[0]
-            behind = present.cumsum(1, dtype=np.int64) - 1 + np.arange(len(present))[:, None] * self.num
+            behind = present.cumsum(1, dtype=np.int64) - 1 + np.arange(len(present))[:, None] * self.width
             order = self._params[slots].argsort(kind="stable")
             params, counts = np.unique(self._params[slots], return_counts=True)
-            places = np.full((len(params), counts.max(initial=0)), -1)
+            places = np.full((len(params), counts.max(initial=0)), self.num)
             places[np.arange(places.shape[1]) < counts[:, None]] = behind.reshape(-1)[slots[order]]
             self._known = key, params.tolist(), torch.from_numpy(places)
         return self._known[1], self._known[2]
@@ -166,7 +170,7 @@ def _global_norm(
         rows[index] if is_first or isinstance(grad, PartialGradient) or is_dtensor(grad) else None
         for index, is_first, grad in ((each, first, params[each].grad) for each, first in slots.own)
     ]
-    heading, norms, failure = b"\1", None, None
+    heading, order, norms, failure = b"\1", 0.0, None, None
     try:
         order, present = arguments.check(), [grad for grad in grads if grad is not None]
         norms = _norms(present, order, arguments.foreach)
@@ -174,7 +178,8 @@ def _global_norm(
     except Exception as error:  # noqa: BLE001 - told to the others, and raised on every rank below
         failure = error
     has_grad = [norms is not None and grad is not None for grad in grads]
-    known, values = _exchanged(group, heading, has_grad, norms, slots.num, device)
+    filler = 0.0 if order >= 0 else math.inf  # which adds nothing to the norm of a row
+    known, values = _exchanged(group, heading, has_grad, norms, slots, filler, device)
     headings = known[:, :_HEADING_NBYTES]
     if headings[:, 0].any():
         raise one_error(group, failure)
@@ -182,7 +187,7 @@ def _global_norm(
         agree(group, [str(arguments)], "the arguments of clip_grad_norm_")
     measured, places = slots.of_present(known[:, _HEADING_NBYTES:])
     goes_to = None if _sends_beside(group, device) else device
-    return _total([params[index] for index in measured], places, values.flatten(), order, goes_to)
+    return _total([params[index] for index in measured], places, values, order, goes_to)
 
 
 def _total(
@@ -197,9 +202,8 @@ def _total(
         places = to_device(places, values.device)
     if places.shape[1] == 1:  # none is cut
         norms = values[places[:, 0]]
-    else:  # what fills a row adds nothing
-        filled = torch.nn.functional.pad(values, (0, 1), value=0.0 if order >= 0 else math.inf)
-        norms = torch.linalg.vector_norm(filled[places], order, dim=1)
+    else:
+        norms = torch.linalg.vector_norm(values[places], order, dim=1)
     norms = norms.to(reduce(torch.promote_types, dtypes))
     total: Tensor = torch.linalg.vector_norm(norms if goes_to is None else to_device(norms, goes_to), order)
     return total
@@ -210,24 +214,26 @@ def _exchanged(
     heading: bytes,
     has_grad: Sequence[bool],
     norms: Tensor | None,
-    num_slots: int,
+    slots: NormSlots,
+    filler: float,
     device: torch.device,
 ) -> tuple[NDArray[np.uint8], Tensor]:
-    """Gather all ranks' heading and bytes, and norms, float64; a row for each rank."""
-    start = _HEADING_NBYTES + num_slots
-    known = heading.ljust(_HEADING_NBYTES, b"\0") + bytes(has_grad).ljust(num_slots, b"\0")
-    place = device if _sends_beside(group, device) else group.device
-    mine = torch.zeros(num_slots, dtype=torch.float64, device=place)
-    if norms is not None:
-        mine[: norms.numel()] = to_device(norms, place)
-    if _sends_beside(group, device):
+    """Gather all ranks' heading and bytes, a row for each; and what all send, as `NormSlots` places it."""
+    known = heading.ljust(_HEADING_NBYTES, b"\0") + bytes(has_grad).ljust(slots.num, b"\0")
+    fillers = _DOUBLE.pack(filler) * (slots.num + 1 - (0 if norms is None else norms.numel()))
+    behind = known.ljust(_DOUBLE.size * (slots.width - slots.num - 1), b"\0")
+    is_beside = _sends_beside(group, device)
+    place = device if is_beside else group.device
+    parts = [] if norms is None else [to_device(norms, place).view(torch.uint8)]
+    mine = torch.cat([*parts, to_device(bytes_to_tensor(fillers + behind), place)])
+    if is_beside:
         octets = b"".join(group.all_gather_fixed(known))
-        values = group.all_gather_rows(mine.view(torch.uint8)).view(torch.float64)
+        rows = group.all_gather_rows(mine)
     else:
-        parts = [to_device(bytes_to_tensor(known), group.device), mine.view(torch.uint8)]
-        rows = group.read(HostCopy(group.all_gather_rows(torch.cat(parts))))
-        octets, values = tensor_to_bytes(rows[:, :start]), rows[:, start:].clone().view(torch.float64)
-    return np.frombuffer(octets, dtype=np.uint8).reshape(-1, start), values
+        rows = group.read(HostCopy(group.all_gather_rows(mine)))
+        octets = rows[:, -len(behind) :].numpy()[:, : len(known)].tobytes()
+    values = rows.view(torch.float64).view(-1)
+    return np.frombuffer(octets, dtype=np.uint8).reshape(-1, len(known)), values
 
 
 def _sends_beside(group: RankGroup, device: torch.device) -> bool:
