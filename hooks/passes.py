@@ -85,9 +85,8 @@ class SteppedPass:
     def take(self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], unsure: set[int]) -> None:
         """Store reduced gradients, and step the optimizer's full buckets."""
         self.unsure.update(params[place] for place in unsure)
-        number_of, touched = self.overlap.core.engine.number_of, dict[int, Gradients]()
-        for param, gradient in zip(params, gradients, strict=True):
-            number = number_of(param)
+        numbers, touched = self.overlap.core.engine.numbers_of(params), dict[int, Gradients]()
+        for number, param, gradient in zip(numbers, params, gradients, strict=True):
             if number is not None:
                 if number not in touched:
                     touched[number] = self.reduced.setdefault(number, {})

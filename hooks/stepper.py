@@ -186,13 +186,14 @@ class ZeroStep:
 
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start a bucket's reduction and queue it."""
-        number, joined, params = bucket.index(), not autograd.in_backward(), bucket.parameters()
-        of, is_known = self._pass, not joined and autograd.backward_number() in self._ending
+        number, params, backward = bucket.index(), bucket.parameters(), autograd.backward_number()
+        joined = backward == autograd.NO_BACKWARD
+        of, is_known = self._pass, not joined and backward in self._ending
         if of is None or (number <= of.number and not is_known):  # the pass before may have broken off
             of = self._new_pass(joined)
         of.number, of.is_complete = number, bucket.is_last()
-        if not joined and autograd.backward_number() not in self._ending:
-            self._ending.add(autograd.backward_number())
+        if not joined and backward not in self._ending:  # perhaps of a pass that is new here
+            self._ending.add(backward)
             autograd.after_backward(self._before_end)
         buffer = bucket.buffer()
         all_used = getattr(bucket, "all_used", False) or self._all_used()
@@ -213,6 +214,7 @@ class ZeroStep:
         if self._overlap.group.is_released:
             raise RuntimeError(RELEASED)
         self._held, self._ending = [], set()
+        self._overlap.begin_pass()
         leases = [self._overlap.lanes]
         if self._to_owners is not None:
             self._to_owners.begin()
@@ -229,23 +231,21 @@ class ZeroStep:
                 return OwnerReduction(self._to_owners, line, bucket, all_used=all_used)
             state = ranks.process_group
         # A work, so that the watchdog sees who waits for the hook: PyTorch's DDP makes none.
-        work = ranks.during("reduce", is_exposed=False).begin_work(f"bucket {bucket.index()}", runs_hook=True)
-        with work.starting():
-            reduced = self._hook(state, bucket)
+        unexposed = ranks.during("reduce", is_exposed=False)
+        with unexposed.begin_work(f"bucket {bucket.index()}", runs_hook=True) as work:
+            work.take(self._hook(state, bucket))
         if self._hook is mean_hook:  # what other hooks send is not known
             ranks.count_sum(bucket.buffer())
-        return work.take(reduced)
+        return work
 
     def _put_held(self, of: SteppedPass) -> None:
         if not of.has_begun:
             self._begin(of)
         tasks, self._held = self._held, []
-        number_of = self._overlap.core.engine.number_of
         for task in tasks:
             # From here on any moment may change them. Autograd has to refuse to read old values, and on this
             # thread it does so whatever the timing.
-            known = [param for param in task.params if number_of(param) is not None]
-            torch.autograd.graph.increment_version(known)
+            torch.autograd.graph.increment_version(self._overlap.core.engine.known_of(task.params))
         under_way = self._overlap.under_way
         for task in tasks:
             under_way.start(task.begin, device=task.buffer.device, is_behind=True)

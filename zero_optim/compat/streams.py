@@ -99,13 +99,11 @@ class Accelerator:
         return torch.futures.Future(devices=[device])
 
 
+@lru_cache  # what a device is does not change
 def accelerator_of(device: torch.device) -> Accelerator | None:
     """Return the streams of a device; None for a device without streams."""
-    return None if device.type in ("cpu", "meta") else _accelerator_of(device)
-
-
-@lru_cache  # what a device is does not change
-def _accelerator_of(device: torch.device) -> Accelerator | None:
+    if device.type in ("cpu", "meta"):
+        return None
     module = torch.get_device_module(device)
     # MPS does everything in one order; its Stream of PyTorch 2.15 knows no events, and there is no `device`.
     return Accelerator(module) if hasattr(module, "Stream") and hasattr(module, "device") else None

@@ -81,12 +81,14 @@ class BucketMaker:
         buckets: list[Bucket] = []
         for planned, label in zip(plan.buckets, labels, strict=True):
             members = [params[index] for index in planned.params]
-            bucket: Bucket | None = rows.get(members[0])
-            if bucket is None:
-                layout, slices = self._sliced(group, planned.layout, members[0].device)
-                bucket = Bucket(
-                    members, layout, group.rank, slices=slices, as_views=self._as_views, shared=shared
+            if (kept := rows.get(members[0])) is not None:
+                kept.relabel(label)
+                buckets.append(kept)
+                continue
+            layout, slices = self._sliced(group, planned.layout, members[0].device)
+            buckets.append(
+                Bucket(
+                    members, layout, group.rank, label, slices=slices, as_views=self._as_views, shared=shared
                 )
-            bucket.label = label
-            buckets.append(bucket)
+            )
         return buckets
