@@ -74,8 +74,7 @@ class Reducer:
         self._use(RankGroup.of(process_group, params).within(self.options.timeout))
         with failing_together(self.group if checks else None):
             self._reduced = reduced = ReducedParams.of(params, sparse)
-            if checks:
-                self.group.check_serves(reduced.params)
+            self.group.check_serves(reduced.params)
         if checks:
             agree(self.group, [repr(self.options), *reduced.describe()], "what the reducer was given")
         self.names, self.params = reduced.names, reduced.params

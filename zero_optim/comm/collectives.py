@@ -181,10 +181,6 @@ class RankGroup:
         """Return what sends tensors of a device through memory, if the ranks have met and share it."""
         return self.works.shared_memory if device.type == "cpu" else None
 
-    def one_host(self, device: torch.device) -> OneHost | None:
-        """Return `shared_memory` of ranks that are all on one host."""
-        return memory if isinstance(memory := self.shared_memory(device), OneHost) else None
-
     def levels(self, device: torch.device) -> "Levels | None":
         """Return the groups inside hosts and across, where a device's tensors go through these."""
         return None if self.transport(device).shares_host_memory else self.works.levels
@@ -241,26 +237,21 @@ class RankGroup:
         return [work]
 
     def start(self, device: torch.device, slices: _Slices, rows: Iterable[_Row]) -> list[dist.Work]:
-        """Start all-gathers and broadcasts of bytes, as one where the backend can; for a `Work` of theirs."""
-        starts = [partial(self._gather_into, *each) for each in slices]
-        starts += [partial(self._broadcast, row, owner) for owner, row in rows]
+        """Start all-gathers and broadcasts of bytes, as one where the backend can; for a `Work` of theirs.
+
+        As bytes, because no backend knows every dtype (gloo lacks float8, NCCL lacks int16).
+        """
+        gather, late = getattr(dist, GATHER), {"group": self.process_group, "async_op": True}
+        starts: list[Callable[[], Any]] = [partial(gather, *each, **late) for each in slices]
+        starts += [
+            partial(dist.broadcast, row.view(torch.uint8), group_src=owner, **late) for owner, row in rows
+        ]
         if len(starts) < 2 or not coalesces(self.process_group, device):
             return [work for work in [start() for start in starts] if work is not None]
         with coalesced(self.process_group, device) as handles:
             for start in starts:
                 start()
         return handles
-
-    def _gather_into(self, flat: Tensor, mine: Tensor) -> Any:  # noqa: ANN401 - a handle of the backend
-        return getattr(dist, GATHER)(flat, mine, group=self.process_group, async_op=True)
-
-    def _broadcast(self, tensor: Tensor, source: int) -> dist.Work | None:
-        # As bytes, because no backend knows every dtype (gloo lacks float8, NCCL lacks int16).
-        row = tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
-        work: dist.Work | None = dist.broadcast(
-            row, group=self.process_group, async_op=True, group_src=source
-        )
-        return work
 
     def start_sum(self, tensor: Tensor, about: str = "") -> Pending[Tensor]:
         """Start a sum over all ranks, which is the value; in place if dense."""
@@ -351,7 +342,7 @@ class RankGroup:
         """Start `all_gather_rows` in a group of several."""
         flat = mine.new_empty(self.size * mine.numel())
         gathered = flat.view(self.size, -1)
-        if self.one_host(mine.device) is not None:
+        if isinstance(self.shared_memory(mine.device), OneHost):
             gathered[self.rank].copy_(mine)
             works = self.broadcast_rows([], about, gathered)
         else:

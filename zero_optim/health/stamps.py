@@ -129,8 +129,8 @@ class Stamps:
     def __reduce__(self) -> "tuple[type[Stamps], tuple[Collection[str]]]":
         return Stamps, (self._own_options,)
 
-    def begin(self, groups: Sequence[ParamGroup], call: Call) -> None:
-        """Begin a call before its gathers; all ranks call, with all public groups."""
+    def begin(self, groups: Sequence[ParamGroup], call: Call) -> Header | None:
+        """Begin a call before its gathers, and return its `header`; all ranks call, with all groups."""
         left_out: Collection[OptionKey] = self._left_out
         if self._own_options:
             left_out = self._left_out | {
@@ -147,6 +147,7 @@ class Stamps:
         if call.failure is not None:
             self._step.fail(call.failure)
         self._unread.append(self._step)
+        return self.header()
 
     def send_sample(self, sampled: Sampled) -> None:
         """Compare elements of gradients in the next call."""

@@ -40,7 +40,8 @@ _LOOK = 0.1  # seconds until a waiting thread looks whether the others are alive
 _LONGEST = 1.0  # seconds for which signal handlers wait
 _GRACE = 0.005  # seconds between two looks of the thread, for a caller to wait for what it has started
 _IDLE = 0.2  # seconds without calls until the thread ends
-_IS_PENDING, _NBYTES, _LENGTH = attrgetter("num_pending"), attrgetter("nbytes"), itemgetter(1)
+_IS_PENDING, _NBYTES = attrgetter("num_pending"), attrgetter("nbytes")
+_PLACE_LENGTH, _PART_LENGTH = itemgetter(1), itemgetter(0)
 _HEAD = ctypes.c_uint64 * (LINE // 8)  # number of the call, its kind, bytes, tag, bytes in the ring
 
 GAVE_UP = "of the group has given up"  # it knows why, and tells
@@ -101,7 +102,7 @@ class SharedMemory:
         head = _head(work, kind, tag, lengths)
         work.nbytes += head[2]
         work.kept.append(head)
-        parts = filter(_LENGTH, zip(map(Tensor.data_ptr, tensors), lengths, strict=True))
+        parts = filter(_PLACE_LENGTH, zip(map(Tensor.data_ptr, tensors), lengths, strict=True))
         message = Message(work, [(ctypes.addressof(head), LINE), *parts])
         self._ends[peer][0].queue.append(message)
         return message
@@ -116,7 +117,7 @@ class SharedMemory:
         num_heads: int = 0,  # the first parts, which are taken whatever the tag
     ) -> None:
         """Do something with bytes of some ranks; ``parts`` are lengths, and what is done."""
-        head = bytes(_head(work, kind, tag, [nbytes for nbytes, _ in parts]))
+        head = bytes(_head(work, kind, tag, list(map(_PART_LENGTH, parts))))
         receivers = list(map(self.receivers.__getitem__, peers))
 
         def check(_start: int, _count: int) -> bool:
@@ -129,7 +130,7 @@ class SharedMemory:
             step.skip_behind(1 + num_heads, LINE + nbytes)
             return True
 
-        step = Step(work, receivers, [(LINE, check), *(part for part in parts if part[0])])
+        step = Step(work, receivers, [(LINE, check), *filter(_PART_LENGTH, parts)])
 
     # ------------------------------------------------------------------ bytes move
 

@@ -202,16 +202,16 @@ class Overlap:
         """Record parameters that the next gather brings."""
         self._stepped.update(dict.fromkeys(params))
 
-    def take_stepped(self) -> frozenset[Tensor]:
-        """Return the parameters that a gather brings now."""
-        changed = frozenset(self._stepped)
-        self._stepped.clear()
-        return changed
+    def take_stepped(self, buckets: Sequence[Bucket]) -> tuple[list[Bucket], frozenset[Tensor], bool]:
+        """Return those of some buckets that were stepped, the parameters, and whether the pass has no others.
 
-    def count_gathered(self, buckets: Sequence[Bucket]) -> bool:
-        """Note buckets that are gathered now; return whether the pass has no others; equal on every rank."""
-        self._left.difference_update(buckets)
-        return not self._left
+        All are gathered now.
+        """
+        changed = frozenset(self._stepped)  # the pass still reads frozen ones
+        self._stepped.clear()
+        stepped = [bucket for bucket in self.core.engine.buckets_of(changed) if bucket in buckets]
+        self._left.difference_update(stepped)
+        return stepped, changed, not self._left
 
     def send_header(self) -> None:
         """Tell the other ranks what failed in a pass, unless its last gather has; all ranks call."""
@@ -244,7 +244,7 @@ class Overlap:
         lane = self.lanes.groups[0].during("agree")
 
         def end(failure: BaseException | None) -> None:
-            engine.compare_calls(lane, self.core.call("step()", failure), with_last=not engine.is_lazy)
+            engine.compare_calls(lane, self.core.call("step()", failure), with_last=True)
 
         in_join = self._joins.under_way
         with finally_call(end):
@@ -314,10 +314,8 @@ class PartTask(Task):
 
     def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
         """Choose the buckets that were stepped."""
-        self._changed = self._overlap.take_stepped()  # the pass still reads frozen ones
-        stepped = self._core.engine.buckets_of(self._changed)
-        chosen = [bucket for bucket in stepped if bucket in buckets]
-        if self._overlap.count_gathered(chosen) or self._checks:
+        chosen, self._changed, are_last = self._overlap.take_stepped(buckets)
+        if are_last or self._checks:
             self.header = self._core.engine.header()
         return chosen
 

@@ -38,7 +38,7 @@ class StepTask(Gathering, Generic[T]):
         self._is_prepared = False
         self._work_on = work_on
         self._is_in_parts = work_on is not None and core.owned.local.can_step_parts
-        self._held = core.held_buckets
+        self._held = [bucket for bucket in core.engine.buckets if isinstance(bucket, HeldBucket)]
         self._moved: list[HeldBucket] = []  # whose rows go to owners and back
         self._head = b""
 
@@ -163,4 +163,4 @@ class StepTask(Gathering, Generic[T]):
             bucket.release()
         core, engine = self._core, self._core.engine
         call = core.call(self._name, self.failure)
-        engine.compare_calls(core.ranks, call, with_last=not engine.is_lazy)
+        engine.compare_calls(core.ranks, call, with_last=True)

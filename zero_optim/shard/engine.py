@@ -165,11 +165,6 @@ class Engine:
             bucket.run_by(lazy if read.issuperset(bucket.params) else self._recipe)
 
     @property
-    def is_lazy(self) -> bool:
-        """Whether modules wait for gathers."""
-        return bool(self._readers)
-
-    @property
     def row_buckets(self) -> list[RowBucket]:
         """List the buckets that are freed between steps."""
         return [bucket for bucket in self.buckets if isinstance(bucket, RowBucket)]
@@ -317,9 +312,7 @@ class Engine:
     @eager
     def begin_call(self, groups: Sequence[ParamGroup], call: Call) -> Header | None:
         """Begin a call's stamps, and return its `header`; the last call's have been waited for."""
-        if self.stamps is not None:
-            self.stamps.begin(groups, call)
-        return self.header()
+        return None if self.stamps is None else self.stamps.begin(groups, call)
 
     def header(self) -> Header | None:
         """Return what tells the other ranks of the last call; it goes with one gather."""
@@ -338,9 +331,10 @@ class Engine:
 
     @eager
     def compare_calls(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
-        """Check stamps; ``with_last`` also the last call's, if the CPU need not wait for a device."""
+        """Check stamps; ``with_last`` also the last call's, if they have come and the CPU need not wait."""
         if self.stamps is not None:
-            self.stamps.compare(group, call, with_last=with_last and self.is_on_cpu)
+            has_come = self.is_on_cpu and not self._readers
+            self.stamps.compare(group, call, with_last=with_last and has_come)
 
     def raise_failures(self) -> None:
         """Raise, once, if a rank is known to have failed in the last call."""

@@ -202,7 +202,12 @@ class LocalOptimizer:
             _set_options(local, public)
         before = list(map(changeable, own))  # which the class can change in place
         results = [method(*args, **kwargs) for method in methods]
-        self._give_options(groups, before)
+        for number, (public, local) in enumerate(zip(groups, self._groups(), strict=True)):
+            changed = _set_options(public, local)
+            if before[number]:
+                now = changeable(local)
+                changed += [key for key, was in before[number].items() if not are_close(was, now.get(key))]
+            self._written.update(zip(repeat(number), map(str, changed)))
         return results[0]
 
     def follow_members(self, groups: Sequence[ParamGroup]) -> None:
@@ -210,14 +215,6 @@ class LocalOptimizer:
         self.members = [list(group["params"]) for group in groups]
         for public, local in zip(groups, self._groups(), strict=False):  # `call` compares lengths
             local["params"] = _leaves_of(public, self._leaf_of)
-
-    def _give_options(self, groups: list[ParamGroup], before: list[dict[str, Plain]]) -> None:
-        for number, (public, local) in enumerate(zip(groups, self._groups(), strict=True)):
-            changed = _set_options(public, local)
-            if before[number]:
-                now = changeable(local)
-                changed += [key for key, was in before[number].items() if not are_close(was, now.get(key))]
-            self._written.update(zip(repeat(number), map(str, changed)))
 
     def origins(self, options: Sequence[Mapping[str, Plain]]) -> tuple[list[OptionKey], set[OptionKey]]:
         """Return the options not set by the user that have the class's default, and those a class changed."""
