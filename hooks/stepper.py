@@ -191,7 +191,7 @@ class ZeroStep:
         of, is_known = self._pass, not joined and backward in self._ending
         if of is None or (number <= of.number and not is_known):  # the pass before may have broken off
             of = self._new_pass(joined)
-        of.number, of.is_complete = number, bucket.is_last()
+        of.came(number, is_last=bucket.is_last())
         if not joined and backward not in self._ending:  # perhaps of a pass that is new here
             self._ending.add(backward)
             autograd.after_backward(self._before_end)
@@ -214,7 +214,6 @@ class ZeroStep:
         if self._overlap.group.is_released:
             raise RuntimeError(RELEASED)
         self._held, self._ending = [], set()
-        self._overlap.begin_pass()
         leases = [self._overlap.lanes]
         if self._to_owners is not None:
             self._to_owners.begin()
@@ -240,7 +239,7 @@ class ZeroStep:
 
     def _put_held(self, of: SteppedPass) -> None:
         if not of.has_begun:
-            self._begin(of)
+            of.begin(self._optimizer)
         tasks, self._held = self._held, []
         for task in tasks:
             # From here on any moment may change them. Autograd has to refuse to read old values, and on this
@@ -252,16 +251,6 @@ class ZeroStep:
         if of.is_complete and not self._overlap.takes_thread:
             while under_way:  # no later hook steps the last bucket
                 under_way.finish_first()
-
-    def _begin(self, of: SteppedPass) -> None:
-        """Begin the step on this thread: Note [Moving parameters] in `zero_optim.shard.bucket`."""
-        of.has_begun = True
-        with of.storing_errors(), torch.no_grad():
-            self._overlap.wait_for_steps()  # of a pass that broke off
-            self._optimizer.begin_overlapped_step(joined=of.joined)
-        if of.error is not None:  # perhaps before that was done: a gather would, on another thread or stream
-            with of.storing_errors():
-                self._overlap.core.engine.take_over()
 
     def _before_end(self) -> None:
         """Queue `_end` behind DDP's callback; wait for the thread here, to measure the wait."""
@@ -291,7 +280,7 @@ class ZeroStep:
         except BaseException:
             of.abandon()
             if self._to_owners is not None:
-                self._to_owners.reduced = []
+                self._to_owners.drop()
             raise
         if of.error is not None:
             raise of.error

@@ -130,7 +130,7 @@ class Overlap:
     # ------------------------------------------------------------------ during the backward pass
 
     def begin_pass(self) -> None:
-        """Begin a backward pass, whose gathers tell together what failed in it."""
+        """Begin a backward pass, of which the last gather tells what failed, when no step is under way."""
         self._left = set(self.core.engine.buckets)
 
     def begin(self, *, joined: bool) -> None:

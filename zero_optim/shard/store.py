@@ -12,7 +12,7 @@ from zero_optim.plan.plan import Plan
 from zero_optim.plan.slices import Slices
 from zero_optim.shard.bucket import Bucket, shared_params
 from zero_optim.shard.row_bucket import RowBucket
-from zero_optim.shard.row_storage import HostStorage, RowStorage
+from zero_optim.shard.row_storage import RowStorage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,11 +22,6 @@ class Store:
     params: dict[Tensor, int] = field(default_factory=dict)
     compute_dtypes: Mapping[Tensor, torch.dtype] = field(default_factory=dict)  # if owners keep another one
     rows: RowStorage = field(default_factory=RowStorage)
-
-    @property
-    def on_host(self) -> HostStorage | None:
-        """The storage on the host of an accelerator's model, or None."""
-        return self.rows if isinstance(self.rows, HostStorage) else None
 
 
 class BucketMaker:

@@ -17,6 +17,7 @@ from zero_optim.plan.plan import Plan
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.registration import registration_in, registration_of
+from zero_optim.shard.row_storage import HostStorage
 from zero_optim.shard.sharding import Sharding
 from zero_optim.state.core import Core
 from zero_optim.state.options import GroupOptions, GroupReader, Params, PlanInputs, ShardingOptions
@@ -110,7 +111,9 @@ def new_held_buckets(
 
 def new_leaves(inputs: PlanInputs) -> tuple[Leaves, WeightAverage]:
     """Make the leaves and averages, still empty."""
-    leaves = Leaves(inputs.options.master_dtype, inputs.store.params, inputs.store.on_host)
+    store = inputs.store
+    home = store.rows if isinstance(store.rows, HostStorage) else None  # of an accelerator's model
+    leaves = Leaves(inputs.options.master_dtype, store.params, home)
     return leaves, WeightAverage(inputs.options.ema_decay, leaves)
 
 
