@@ -52,10 +52,7 @@ class Iteration:
             return loss
         scaler = kwargs.pop("grad_scaler", None)
         try:
-            has_gradients = shared is None  # else the class evaluates the closure, and they are checked then
-            is_ready = self._ready_gradients(
-                optimizer, scaler, failure, has_gradients=has_gradients, in_join=in_join
-            )
+            is_ready = self._ready_gradients(optimizer, scaler, failure, shared, in_join)
         except BaseException as error:
             core.engine.report_to_replicas(error)
             raise
@@ -111,19 +108,13 @@ class Iteration:
             return None, None, error
 
     def _ready_gradients(
-        self,
-        optimizer: Optimizer,
-        scaler: object,
-        failure: Exception | None,
-        *,
-        has_gradients: bool,
-        in_join: bool,
+        self, optimizer: Optimizer, scaler: object, failure: Exception | None, shared: object, in_join: bool
     ) -> bool:
         """Check, unscale and lend gradients; all ranks call. False if a scaler found an infinity on any."""
         core, scaling = self._core, None
         if failure is None:
             try:
-                if has_gradients:
+                if shared is None:  # else the class evaluates the closure, and they are checked then
                     core.compare_unreduced(in_join=in_join)
                 if in_join:
                     core.check_gradients()
