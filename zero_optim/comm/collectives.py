@@ -241,8 +241,8 @@ class RankGroup:
 
         As bytes, because no backend knows every dtype (gloo lacks float8, NCCL lacks int16).
         """
-        gather, late = getattr(dist, GATHER), {"group": self.process_group, "async_op": True}
-        starts: list[Callable[[], Any]] = [partial(gather, *each, **late) for each in slices]
+        late: dict[str, Any] = {"group": self.process_group, "async_op": True}
+        starts: list[Callable[[], Any]] = [partial(getattr(dist, GATHER), *each, **late) for each in slices]
         starts += [
             partial(dist.broadcast, row.view(torch.uint8), group_src=owner, **late) for owner, row in rows
         ]

@@ -47,7 +47,7 @@ class Iteration:
         core.snapshot.count_step()
         if not in_join:  # where ranks take other numbers of steps
             core.ranks.works.begin_step(has_closure=closure is not None)
-        loss, shared, failure = (None,) * 3 if closure is None else self._evaluate(closure, in_join=in_join)
+        loss, shared, failure = (None, None, None) if closure is None else self._evaluate(closure, in_join)
         if self._overlap is not None and self._finish_overlapped(self._overlap, optimizer, kwargs):
             return loss
         scaler = kwargs.pop("grad_scaler", None)
@@ -91,7 +91,7 @@ class Iteration:
         return task.result
 
     def _evaluate(
-        self, closure: Callable[[], float], *, in_join: bool
+        self, closure: Callable[[], float], in_join: bool
     ) -> tuple[float | None, SharedCall | None, Exception | None]:
         """Return the loss, the closure if the class's own step evaluates it, its error inside ``Join``."""
         core = self._core

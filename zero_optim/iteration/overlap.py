@@ -7,7 +7,7 @@ thread of the backward pass, in the next bucket's hook: Note [A thread or none] 
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -174,8 +174,8 @@ class Overlap:
     def wait_for_steps(self) -> None:
         """Wait, with the current stream, for steps on another thread or stream."""
         # Without a thread these calls do the work themselves and count its waits.
-        is_exposed = self.takes_thread and bool(self.under_way)
-        with self.group.during("reduce", is_exposed=True).phase if is_exposed else nullcontext():
+        exposed = bool(self.under_way) and self.takes_thread
+        with self.group.during("reduce", is_exposed=exposed).phase.held_up():
             self.under_way.wait()
 
     def trained(self, number: int) -> frozenset[Tensor]:

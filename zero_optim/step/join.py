@@ -42,7 +42,7 @@ def exchange(
     with Ballot(group, mine) as ballot:
         if failure is not None:
             raise failure
-    statuses = [Status(*each) for each in ballot.payloads]
+    statuses = [Status(each[0]) for each in ballot.payloads]
     clipping = ranks_that(statuses, Status.CLIPS)
     stepping = [rank for rank, each in enumerate(statuses) if not each & (Status.CLIPS | Status.JOINED)]
     if clipping and stepping:
