@@ -89,9 +89,9 @@ def start_in_stages(
     memory = lanes[0].shared_memory(flat.device)
     if memory is not None:
         summed = torch.empty_like(own) if into is None else into
-        parts = torch.split(flat[: rows.total], list(rows.rows))
+        addends = torch.split(flat[: rows.total], list(rows.rows))
         with lanes[0].begin_work(about) as work:
-            work.take(call := memory.sum_rows(parts, summed, _add))
+            work.take(call := memory.sum_rows(addends, summed, _add))
         group.phase.sent(call.nbytes)
         return Pending([work], lambda _: summed, [flat, summed]), None
     if (levels := group.levels(flat.device)) is not None:
