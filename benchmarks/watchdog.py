@@ -47,10 +47,9 @@ def seconds_of_a_label() -> float:
     for _ in range(3):
         start = time.thread_time()
         for _ in range(REPEATS):
-            work = group.begin_work("bucket 0 (layers.0.weight, …)")
-            with work.starting():
-                pass
-            work.take(handle).wait()
+            with group.begin_work("bucket 0 (layers.0.weight, …)") as work:
+                work.take(handle)
+            work.wait()
         labelled = time.thread_time()
         for _ in range(REPEATS):
             with group.phase.held_up():

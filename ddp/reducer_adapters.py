@@ -59,7 +59,7 @@ class TorchReducerAdapter:
                 return size
             return float((count() if copied is None else copied).read().item())
 
-        self.own.divisor = divisor
+        self.own.divide_next(divisor)
 
     def _set_static_graph(self) -> None:
         self.own.set_static_graph()

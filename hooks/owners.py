@@ -144,6 +144,10 @@ class OwnerGradients:
             )
         self._last = []
 
+    def drop(self) -> None:
+        """Forget what a pass has reduced: it raises."""
+        self.reduced = []
+
     def spans(self, bucket: GradBucket) -> list[list[Span]]:
         """Return the owners' parts of each parameter, in real numbers; ValueError if one has no owner."""
         params = bucket.parameters()

@@ -49,6 +49,7 @@ from zero_optim.flow.pending import Pending
 from zero_optim.hooks.grad_bucket import TensorFuture, gradients_in
 from zero_optim.hooks.owners import OwnerReduction
 from zero_optim.iteration.overlap import Overlap
+from zero_optim.optimizer import ZeroRedundancyOptimizer
 
 Gradients = dict[Tensor, Tensor | None]
 
@@ -67,6 +68,28 @@ class SteppedPass:
     unsure: set[Tensor] = field(default_factory=set)  # Note [Gradients that are all zero]
     error: BaseException | None = None  # the first, which ``backward()`` raises when DDP has ended the pass
 
+    def came(self, number: int, *, is_last: bool) -> None:
+        """Note a bucket of DDP."""
+        self.number, self.is_complete = number, is_last
+
+    @torch.no_grad()
+    def begin(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        """Begin the step on this thread: Note [Moving parameters] in `zero_optim.shard.bucket`."""
+        self.has_begun = True
+        with self.storing_errors():
+            try:
+                self.overlap.wait_for_steps()  # of a pass that broke off
+            finally:
+                self.overlap.begin_pass()
+            optimizer.begin_overlapped_step(joined=self.joined)
+        if self.error is not None:  # perhaps before this: a gather would, on another thread or stream
+            with self.storing_errors():
+                self.overlap.core.engine.take_over()
+
+    def store(self, error: BaseException) -> None:
+        """Store an exception, if it is the first."""
+        self.error = self.error or error
+
     def abandon(self) -> None:
         """Give up the lanes on which something failed."""
         for lease in self.leases:
@@ -78,16 +101,15 @@ class SteppedPass:
         try:
             yield
         except BaseException as error:  # noqa: BLE001 - raised when backward has ended
-            self.error = self.error or error
+            self.store(error)
             with suppress(Exception):  # DDP waits for the future, whatever fails
                 self.abandon()
 
     def take(self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], unsure: set[int]) -> None:
         """Store reduced gradients, and step the optimizer's full buckets."""
         self.unsure.update(params[place] for place in unsure)
-        number_of, touched = self.overlap.core.engine.number_of, dict[int, Gradients]()
-        for param, gradient in zip(params, gradients, strict=True):
-            number = number_of(param)
+        numbers, touched = self.overlap.core.engine.numbers_of(params), dict[int, Gradients]()
+        for number, param, gradient in zip(numbers, params, gradients, strict=True):
             if number is not None:
                 if number not in touched:
                     touched[number] = self.reduced.setdefault(number, {})
@@ -176,7 +198,7 @@ class Task:
             try:
                 self.done.set_result(value)
             except BaseException as error:  # noqa: BLE001 - raised when backward has ended
-                self.of.error = self.of.error or error
+                self.of.store(error)
             else:
                 return
 

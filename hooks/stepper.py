@@ -186,13 +186,14 @@ class ZeroStep:
 
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start a bucket's reduction and queue it."""
-        number, joined, params = bucket.index(), not autograd.in_backward(), bucket.parameters()
-        of, is_known = self._pass, not joined and autograd.backward_number() in self._ending
+        number, params, backward = bucket.index(), bucket.parameters(), autograd.backward_number()
+        joined = backward == autograd.NO_BACKWARD
+        of, is_known = self._pass, not joined and backward in self._ending
         if of is None or (number <= of.number and not is_known):  # the pass before may have broken off
             of = self._new_pass(joined)
-        of.number, of.is_complete = number, bucket.is_last()
-        if not joined and autograd.backward_number() not in self._ending:
-            self._ending.add(autograd.backward_number())
+        of.came(number, is_last=bucket.is_last())
+        if not joined and backward not in self._ending:  # perhaps of a pass that is new here
+            self._ending.add(backward)
             autograd.after_backward(self._before_end)
         buffer = bucket.buffer()
         all_used = getattr(bucket, "all_used", False) or self._all_used()
@@ -229,39 +230,27 @@ class ZeroStep:
                 return OwnerReduction(self._to_owners, line, bucket, all_used=all_used)
             state = ranks.process_group
         # A work, so that the watchdog sees who waits for the hook: PyTorch's DDP makes none.
-        work = ranks.during("reduce", is_exposed=False).begin_work(f"bucket {bucket.index()}", runs_hook=True)
-        with work.starting():
-            reduced = self._hook(state, bucket)
+        unexposed = ranks.during("reduce", is_exposed=False)
+        with unexposed.begin_work(f"bucket {bucket.index()}", runs_hook=True) as work:
+            work.take(self._hook(state, bucket))
         if self._hook is mean_hook:  # what other hooks send is not known
             ranks.count_sum(bucket.buffer())
-        return work.take(reduced)
+        return work
 
     def _put_held(self, of: SteppedPass) -> None:
         if not of.has_begun:
-            self._begin(of)
+            of.begin(self._optimizer)
         tasks, self._held = self._held, []
-        number_of = self._overlap.core.engine.number_of
         for task in tasks:
             # From here on any moment may change them. Autograd has to refuse to read old values, and on this
             # thread it does so whatever the timing.
-            known = [param for param in task.params if number_of(param) is not None]
-            torch.autograd.graph.increment_version(known)
+            torch.autograd.graph.increment_version(self._overlap.core.engine.known_of(task.params))
         under_way = self._overlap.under_way
         for task in tasks:
             under_way.start(task.begin, device=task.buffer.device, is_behind=True)
         if of.is_complete and not self._overlap.takes_thread:
             while under_way:  # no later hook steps the last bucket
                 under_way.finish_first()
-
-    def _begin(self, of: SteppedPass) -> None:
-        """Begin the step on this thread: Note [Moving parameters] in `zero_optim.shard.bucket`."""
-        of.has_begun = True
-        with of.storing_errors(), torch.no_grad():
-            self._overlap.wait_for_steps()  # of a pass that broke off
-            self._optimizer.begin_overlapped_step(joined=of.joined)
-        if of.error is not None:  # perhaps before that was done: a gather would, on another thread or stream
-            with of.storing_errors():
-                self._overlap.core.engine.take_over()
 
     def _before_end(self) -> None:
         """Queue `_end` behind DDP's callback; wait for the thread here, to measure the wait."""
@@ -291,7 +280,7 @@ class ZeroStep:
         except BaseException:
             of.abandon()
             if self._to_owners is not None:
-                self._to_owners.reduced = []
+                self._to_owners.drop()
             raise
         if of.error is not None:
             raise of.error

@@ -42,8 +42,8 @@ def shared() -> tuple[RankGroup, OneHost]:
     """The default group, whose ranks share memory, and its memory."""
     assert zero_optim.share_host_memory()
     group = RankGroup.of(None)
-    memory = group.one_host(torch.device("cpu"))
-    assert memory is not None
+    memory = group.shared_memory(torch.device("cpu"))
+    assert isinstance(memory, OneHost)
     return group, memory
 
 

@@ -3,6 +3,7 @@
 import threading
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from overlap import (
 from pool import on_ranks
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
 from zero_optim.hooks import passes
+from zero_optim.iteration import overlap
 from zero_optim.iteration.overlap import Overlap
 
 
@@ -124,6 +126,17 @@ class StaleRead(nn.Module):
         for layer in self.others:
             hidden = layer(hidden).tanh()
         return hidden
+
+
+@on_ranks(2)
+@both_wrappers
+def test_the_last_gather_of_a_pass_tells_of_failures_and_no_other_message_does(wrapper: str) -> None:
+    model, optimizer = Setting(wrapper).build(overlap=True)
+    for step in range(3):
+        with mock.patch.object(overlap, "start_header", side_effect=AssertionError):
+            loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @on_ranks(2)

@@ -34,7 +34,7 @@ from zero_optim.compat.streams import StreamBeside
 from zero_optim.ddp import PrecisionPolicy, bucketer
 from zero_optim.ddp.reducer.stream_order import StreamOrder
 from zero_optim.flow import pending
-from zero_optim.hooks.stepper import ZeroStep
+from zero_optim.hooks.passes import SteppedPass
 from zero_optim.iteration import overlap
 
 pytestmark = pytest.mark.on_sockets("the model has an accelerator, whose tensors go through its backend")
@@ -151,18 +151,18 @@ def nothing(target: object, name: str) -> Callable[[], Patch]:
 
 
 def begins_elsewhere() -> Patch:
-    begin = ZeroStep._begin
+    begin = SteppedPass.begin
 
-    def on_thread(stepper: ZeroStep, of: Any) -> None:
+    def on_thread(of: SteppedPass, optimizer: Any) -> None:
         def work() -> None:
             with StreamBeside().using(torch.device("cpu")):
-                begin(stepper, of)
+                begin(of, optimizer)
 
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
 
-    return mock.patch.object(ZeroStep, "_begin", on_thread)
+    return mock.patch.object(SteppedPass, "begin", on_thread)
 
 
 # What is put back; a run; what the two stacks go through.

@@ -60,8 +60,8 @@ def send_buffers(module: nn.Module, group: RankGroup) -> None:
     buffers = seen_buffers(module)
     if not buffers:
         return
-    work = group.during("buffers").begin_work()
-    with work.waiting(), private.unsafe_preserve_version_counter(tuple(buffers)):
+    sending = group.during("buffers").begin_work()
+    with sending, private.unsafe_preserve_version_counter(tuple(buffers)):
         private.broadcast_coalesced(group.process_group, buffers, _BUFFERS_AT_ONCE, 0)
 
 

@@ -303,14 +303,14 @@ class UnitsInUse(ModuleCalls, Uncopied):
     def pinned(self, units: Sequence[Unit]) -> Iterator[None]:
         """Let nobody step, load or save units that are whole, inside a ``with``."""
         for bucket in _buckets_of(units):
-            bucket.num_pins += 1
+            bucket.pin()
         self._reads.begin(units)
         try:
             yield
         finally:
             self._reads.end(units)
             for bucket in _buckets_of(units):
-                bucket.num_pins -= 1
+                bucket.unpin()
             self._members.accept_names({param for unit in units for param in unit.params})
 
 

@@ -135,10 +135,12 @@ class OwnerBucket(ReducerBucket):
         reduced: ReducedParams,
         options: ReducerOptions,
         owners: Owners,
+        number: int,
         *,
+        is_last: bool,
         carries_word: bool,
     ) -> None:
-        super().__init__(indices, reduced, options)
+        super().__init__(indices, reduced, options, number, is_last=is_last)
         self._owners, params = owners, self.params
         self._forms = [(tuple(param.shape), dense_strides(param)) for param in params]
         nbytes = ALIGNMENT_NBYTES if params[0].device.type == "cpu" else ACCELERATOR_ALIGNMENT_NBYTES

@@ -102,10 +102,13 @@ class OwnerReducer(Reducer):
         dense = [at for at, indices in enumerate(index_lists) if not reduced.is_sparse(indices[0])]
         for at in dense[-1:]:  # the last one carries the word of a failure
             index_lists.append(index_lists.pop(at))
-        carrier = index_lists[-1] if dense else None
+        final = len(index_lists) - 1
+        carrier = final if dense else None
         buckets = [
-            OwnerBucket(indices, reduced, self.options, owners, carries_word=indices is carrier)
-            for indices in index_lists
+            OwnerBucket(
+                indices, reduced, self.options, owners, at, is_last=at == final, carries_word=at == carrier
+            )
+            for at, indices in enumerate(index_lists)
         ]
         engine = core.engine
         for bucket in buckets:  # each has the parameters of one of the optimizer's

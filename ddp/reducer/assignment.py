@@ -22,7 +22,6 @@ from torch import Tensor
 from zero_optim.comm.traffic import Timeout
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.health.watchdog import check_patience
-from zero_optim.plan.groups import bucket_text
 from zero_optim.plan.partition import assign_buckets
 from zero_optim.plan.strides import dense_strides
 
@@ -135,12 +134,12 @@ class BucketAssignment:
 
     @classmethod
     def of(cls, names: Sequence[str], buckets: Sequence[ReducerBucket]) -> "BucketAssignment":
-        """Number the buckets. Each parameter is in one bucket."""
-        places: dict[int, tuple[ReducerBucket, int, int]] = {}
-        for number, bucket in enumerate(buckets):
-            bucket.number, bucket.is_last = number, number == len(buckets) - 1
-            bucket.label = bucket_text(number, [names[index] for index in bucket.indices])
-            places |= {index: (bucket, number, slot) for slot, index in enumerate(bucket.indices)}
+        """Find the places. Each parameter is in one bucket."""
+        places = {
+            index: (bucket, bucket.number, slot)
+            for bucket in buckets
+            for slot, index in enumerate(bucket.indices)
+        }
         return cls(names, buckets, [places[index] for index in range(len(names))])
 
 
@@ -164,9 +163,12 @@ def assign(
         index_lists = assign_buckets(keys, nbytes, caps, in_order, overflow=True)
         if order is None:
             index_lists.sort(key=min, reverse=True)
-    return BucketAssignment.of(
-        reduced.names, [ReducerBucket(indices, reduced, options) for indices in index_lists]
-    )
+    last = len(index_lists) - 1
+    buckets = [
+        ReducerBucket(indices, reduced, options, number, is_last=number == last)
+        for number, indices in enumerate(index_lists)
+    ]
+    return BucketAssignment.of(reduced.names, buckets)
 
 
 def indices_of_members(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zero_optim.compat import private, streams
 from zero_optim.flow.schedule import ZERO1, Schedule
+from zero_optim.plan.groups import bucket_text
 from zero_optim.plan.strides import consecutive_views
 
 if TYPE_CHECKING:
@@ -27,12 +28,21 @@ class ReducerBucket:
     """Gradients in one flat tensor, whole on every rank; a sparse one is alone, and is that tensor."""
 
     schedule: Schedule = ZERO1
-    is_shadow = False  # it takes part, without gradients of this rank, in a pass of the others
 
-    def __init__(self, indices: Sequence[int], reduced: "ReducedParams", options: "ReducerOptions") -> None:
+    def __init__(
+        self,
+        indices: Sequence[int],
+        reduced: "ReducedParams",
+        options: "ReducerOptions",
+        number: int = 0,  # in the order of reduction
+        *,
+        is_last: bool = True,
+        is_shadow: bool = False,  # it takes part, without gradients of this rank, in a pass of the others
+    ) -> None:
         self.indices, self._reduced, self._options = list(indices), reduced, options
         self.params = params = [reduced.params[index] for index in indices]
-        self.number, self.is_last, self.label = 0, True, ""  # in the order of reduction, and for messages
+        self.number, self.is_last, self.is_shadow = number, is_last, is_shadow
+        self.label = bucket_text(number, [reduced.names[index] for index in indices])  # for messages
         self.is_sparse = is_sparse = reduced.is_sparse(indices[0])
         self.dtype = dtype = options.dtype_of(params[0]) or params[0].dtype
         self.as_views = options.gradient_as_bucket_view and not is_sparse and dtype == params[0].dtype
@@ -57,10 +67,8 @@ class ReducerBucket:
 
     def shadow(self) -> "ReducerBucket":
         """Return a bucket of zeros, for a pass without gradients of this rank."""
-        like = ReducerBucket(self.indices, self._reduced, self._options)
-        like.number, like.is_last, like.label = self.number, self.is_last, self.label
-        like.is_shadow = True
-        return like
+        of = self.indices, self._reduced, self._options, self.number
+        return ReducerBucket(*of, is_last=self.is_last, is_shadow=True)
 
     @property
     def nbytes(self) -> int:

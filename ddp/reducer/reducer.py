@@ -74,8 +74,7 @@ class Reducer:
         self._use(RankGroup.of(process_group, params).within(self.options.timeout))
         with failing_together(self.group if checks else None):
             self._reduced = reduced = ReducedParams.of(params, sparse)
-            if checks:
-                self.group.check_serves(reduced.params)
+            self.group.check_serves(reduced.params)
         if checks:
             agree(self.group, [repr(self.options), *reduced.describe()], "what the reducer was given")
         self.names, self.params = reduced.names, reduced.params
@@ -95,11 +94,15 @@ class Reducer:
         self._inbox.current = None
         self.slot.failure = None
         self.history = History(len(self.params))
-        self.divisor: Callable[[], float] | None = None  # of the next pass, in Join; None for `size`
+        self._divisor: Callable[[], float] | None = None  # of the next pass, in Join; None for `size`
         self._search = UnusedSearch()
         self._unread: list[FailureReport] = []  # of passes that have ended
         self.futures: list[torch.futures.Future[object]] = []  # waited for when the next pass ends
         self._assign(None)
+
+    def divide_next(self, divisor: Callable[[], float]) -> None:
+        """Divide the sums of the next pass, which is in ``Join``, by a number that may not be known yet."""
+        self._divisor = divisor
 
     def look_into(self, module: nn.Module) -> None:
         """Look, after passes that give parameters no gradient, whether the module still has them."""
@@ -240,8 +243,8 @@ class Reducer:
         self.rebuild()
         divisor = 1.0
         if self.slot.is_empty:
-            divisor = self.group.size if self.divisor is None else self.divisor()
-        current = self._new_pass(self.assignment, divisor, in_join=self.divisor is not None)
+            divisor = self.group.size if self._divisor is None else self._divisor()
+        current = self._new_pass(self.assignment, divisor, in_join=self._divisor is not None)
         self._activity.begin("backward pass")
         current.is_held = self._to_hold is not None and self._to_hold()
         self._inbox.current = current
@@ -293,8 +296,8 @@ class Reducer:
             return  # torch.autograd.grad went through the output, and computed no parameter's gradient
         self.history.carried = [False] * len(self.params)
         self.group.phase.traffic.count_step()
-        defers = self.defers_reports and self.divisor is None and current.kind != "learning"
-        self.divisor = None
+        defers = self.defers_reports and self._divisor is None and current.kind != "learning"
+        self._divisor = None
         current.end()
         self._hand_out(current, defers=defers, drops=broke_off and defers)  # nobody is told yet
         if current.keeps_graph and any(current.calls):
@@ -338,7 +341,7 @@ class Reducer:
         """Join one backward pass of the others, with zeros, for ``Join``; ReductionError if a rank failed."""
         self.check_finished()
         self.rebuild()
-        self.divisor = None
+        self._divisor = None
         assignment = replace(self.assignment, buckets=[bucket.shadow() for bucket in self.assignment.buckets])
         current = self._new_pass(assignment, 1.0, in_join=True)
         with shadowed_pass():  # other ranks end theirs behind the report too

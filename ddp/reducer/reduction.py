@@ -92,15 +92,15 @@ class HookSlot:
         """Call the hook, which also divides. Counts the wait, not the bytes that the hook sends."""
         assert self._hook is not None  # asked for by the caller
         (hook, state), name = self._hook, self.name
-        work = group.begin_work(bucket.label, runs_hook=True)
-        with work.starting():
+        with group.begin_work(bucket.label, runs_hook=True) as work:
             future = hook(state, argument)
-        if not isinstance(future, private.Future):
-            raise RuntimeError(  # noqa: TRY004 - PyTorch's type
-                "DDP communication hook's callback must return a torch.futures.Future object, but got "
-                f"{type(future).__name__} from {name}. Expected a future of one tensor, as "
-                "all_reduce(..., async_op=True).get_future() gives"
-            )
+            if not isinstance(future, private.Future):
+                raise RuntimeError(  # noqa: TRY004 - PyTorch's type
+                    "DDP communication hook's callback must return a torch.futures.Future object, but got "
+                    f"{type(future).__name__} from {name}. Expected a future of one tensor, as "
+                    "all_reduce(..., async_op=True).get_future() gives"
+                )
+            work.take(future)
 
         def reduced(values: list[Any]) -> Tensor:
             value = values[0]
@@ -119,7 +119,7 @@ class HookSlot:
                 )
             return result
 
-        return Pending([work.take(future)], reduced)
+        return Pending([work], reduced)
 
     @contextmanager
     def minding(self) -> Iterator[None]:

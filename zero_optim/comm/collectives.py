@@ -182,10 +182,6 @@ class RankGroup:
         """Return what sends tensors of a device through memory, if the ranks have met and share it."""
         return self.works.shared_memory if device.type == "cpu" else None
 
-    def one_host(self, device: torch.device) -> OneHost | None:
-        """Return `shared_memory` of ranks that are all on one host."""
-        return memory if isinstance(memory := self.shared_memory(device), OneHost) else None
-
     def levels(self, device: torch.device) -> "Levels | None":
         """Return the groups inside hosts and across, where a device's tensors go through these."""
         levels = self.works.levels
@@ -194,7 +190,10 @@ class RankGroup:
     def begin_work(
         self, about: str = "", device: torch.device | None = None, *, runs_hook: bool = False
     ) -> Work:
-        """Begin a work of the current phase, on a device's backend if given; StalledError if given up."""
+        """Begin a work of the current phase; StalledError if given up.
+
+        ``device``: whose backend runs it; None if that is not known, or it goes through memory.
+        """
         if self.is_released:
             raise RuntimeError(RELEASED)
         self.works.check()
@@ -214,34 +213,41 @@ class RankGroup:
         if self.size == 1 or not (listed or heads is not None):
             return []
         device = listed[0][1].device if heads is None else heads[0].device
-        memory, work = self.shared_memory(device), self.begin_work(about, device)
+        memory = self.shared_memory(device)
         if memory is not None:
             before = [] if heads is None else list(enumerate(heads[0].unbind()))
-            with work.starting():
-                handle = memory.spread_rows([*before, *listed])
+            with self.begin_work(about) as work:
+                work.take(handle := memory.spread_rows([*before, *listed]))
             self.phase.sent(handle.nbytes, len(listed) + (heads is not None))
-            return [work.take(handle)]
-        return self._gather(work, device, [] if heads is None else [heads], listed)
+            return [work]
+        return self._gather(about, device, [] if heads is None else [heads], listed)
 
     def gather_slices(self, slices: _Slices, about: str = "") -> list[Waitable]:
         """Start all-gathers of (tensor of bytes, this rank's slice of it or a copy); all ranks call."""
         device = slices[0][0].device
-        return self._gather(self.begin_work(about, device), device, slices, ())
+        return self._gather(about, device, slices, ())
 
     def _gather(
-        self, work: Work, device: torch.device, slices: _Slices, rows: Sequence[_Row]
+        self, about: str, device: torch.device, slices: _Slices, rows: Sequence[_Row]
     ) -> list[Waitable]:
-        with work.starting():
-            handles = self.start(device, slices, rows)
+        with self.begin_work(about, device) as work:
+            work.take(*(handles := self.start(device, slices, rows)))
         is_tree, size, rank = self.transport(device).is_tree, self.size, self.rank
         counts = (broadcast_nbytes(r.nbytes, (rank - o) % size, size, is_tree=is_tree) for o, r in rows)
         self.phase.sent(sum(counts) + sum(flat.nbytes - mine.nbytes for flat, mine in slices), len(handles))
-        return [work.take(*handles)]
+        return [work]
 
     def start(self, device: torch.device, slices: _Slices, rows: Iterable[_Row]) -> list[dist.Work]:
-        """Start all-gathers and broadcasts of bytes, as one where the backend can; for a `Work` of theirs."""
-        starts = [partial(self._gather_into, *each) for each in slices]
-        starts += [partial(self._broadcast, row, owner) for owner, row in rows]
+        """Start all-gathers and broadcasts of bytes, as one where the backend can; for a `Work` of theirs.
+
+        As bytes, because no backend knows every dtype (gloo lacks float8, NCCL lacks int16).
+        """
+        late: dict[str, Any] = {"group": self.process_group, "async_op": True}
+        gather = getattr(dist, GATHER)
+        starts: list[Callable[[], Any]] = [
+            *(partial(gather, flat.view(-1), mine, **late) for flat, mine in slices),
+            *(partial(dist.broadcast, row.view(torch.uint8), group_src=at, **late) for at, row in rows),
+        ]
         if len(starts) < 2 or not coalesces(self.process_group, device):
             return [work for work in [start() for start in starts] if work is not None]
         with coalesced(self.process_group, device) as handles:
@@ -249,39 +255,31 @@ class RankGroup:
                 start()
         return handles
 
-    def _gather_into(self, flat: Tensor, mine: Tensor) -> Any:  # noqa: ANN401 - a handle of the backend
-        return getattr(dist, GATHER)(flat.view(-1), mine, group=self.process_group, async_op=True)
-
-    def _broadcast(self, tensor: Tensor, source: int) -> dist.Work | None:
-        # As bytes, because no backend knows every dtype (gloo lacks float8, NCCL lacks int16).
-        row = tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
-        work: dist.Work | None = dist.broadcast(
-            row, group=self.process_group, async_op=True, group_src=source
-        )
-        return work
-
     def start_sum(self, tensor: Tensor, about: str = "") -> Pending[Tensor]:
         """Start a sum over all ranks, which is the value; in place if dense."""
         self.count_sum(tensor)
-        memory = self.shared_memory(tensor.device)
-        work = self.begin_work(about, tensor.device)
+        memory = self._memory_for_sum(tensor)
         handle: Any
-        with work.starting():
-            if memory is not None and can_sum(tensor):
+        with self.begin_work(about, tensor.device if memory is None else None) as work:
+            if memory is not None:
                 handle = memory.sum_all(tensor)
             else:
                 handle = dist.all_reduce(tensor, group=self.process_group, async_op=True)
+            work.take(handle)
 
         def total(_: object) -> Tensor:
             # Waited for, not only asked for: so the memory is kept until the current stream has read it.
             return handle.get_future().wait()[0] if tensor.is_sparse else tensor
 
-        return Pending([work.take(handle)], total, [tensor])
+        return Pending([work], total, [tensor])
+
+    def _memory_for_sum(self, tensor: Tensor) -> OneHost | SeveralHosts | None:
+        return self.shared_memory(tensor.device) if can_sum(tensor) else None
 
     def count_sum(self, tensor: Tensor) -> None:
         """Count a sum over all ranks that the caller starts."""
-        memory = self.shared_memory(tensor.device)
-        if memory is not None and can_sum(tensor):
+        memory = self._memory_for_sum(tensor)
+        if memory is not None:
             self.phase.sent(memory.sum_nbytes(tensor))
         elif self.size > 1 and tensor.is_sparse:
             parts = private.indices(tensor), private.values(tensor)
@@ -317,7 +315,7 @@ class RankGroup:
         """Wait on the CPU for a collective's result; StalledError if the ranks gave up."""
         if copy.is_here:
             return copy.read()
-        with self.phase.held_up(), self.begin_work().waiting():
+        with self.phase.held_up(), self.begin_work():
             value = copy.read()
         self.works.check()
         return value
@@ -345,7 +343,7 @@ class RankGroup:
     def start_all_gather(self, mine: Tensor, about: str = "") -> Pending[Tensor]:
         """Start `all_gather_rows` in a group of several."""
         gathered = mine.new_empty(self.size, mine.numel())
-        if self.one_host(mine.device) is not None:
+        if isinstance(self.shared_memory(mine.device), OneHost):
             gathered[self.rank].copy_(mine)
             works = self.broadcast_rows([], about, (gathered, gathered[self.rank]))
         else:

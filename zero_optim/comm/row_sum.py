@@ -89,11 +89,11 @@ def start_in_stages(
     memory = lanes[0].shared_memory(flat.device)
     if memory is not None:
         summed = torch.empty_like(own) if into is None else into
-        work = lanes[0].begin_work(about, flat.device)
-        with work.starting():
-            call = memory.sum_rows(torch.split(flat[: rows.total], list(rows.rows)), summed, _add)
+        addends = torch.split(flat[: rows.total], list(rows.rows))
+        with lanes[0].begin_work(about) as work:
+            work.take(call := memory.sum_rows(addends, summed, _add))
         group.phase.sent(call.nbytes)
-        return Pending([work.take(call)], lambda _: summed, [flat, summed]), None
+        return Pending([work], lambda _: summed, [flat, summed]), None
     if (levels := group.levels(flat.device)) is not None:
         return _start_by_hosts(group, levels, flat, rows, into, about), None
     parts, tag = (rows.rows, 0) if rows.is_direct else (rows.parts, next_tag(lanes[0]))

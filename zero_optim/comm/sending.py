@@ -49,8 +49,7 @@ class Levels(NamedTuple):
     @contextmanager
     def starting(self, group: RankGroup, about: str, flat: Tensor) -> Iterator[Work]:
         """Start collectives of a bucket on the extra stream, as one work of all ranks: Note [Two levels]."""
-        work = group.begin_work(about, flat.device)
-        with work.starting(), self.stream.behind(flat.device):
+        with group.begin_work(about, flat.device) as work, self.stream.behind(flat.device):
             yield work
             work.take(AfterEvent(flat.device, recorded_event(flat.device)))
 
@@ -71,8 +70,7 @@ def exchange(
     as one gloo group is not reliably full duplex.
     """
     lane, device, size, rank = lanes[0], sent.device, sent.element_size(), lanes[0].rank
-    work = lane.begin_work(about, device)
-    with work.starting():
+    with lane.begin_work(about, device) as work:
         if lane.transport(device).sends_pairs:
             parts, arrivals = torch.split(sent, list(sizes)), torch.split(received, list(came))
             if came[rank]:
@@ -83,8 +81,9 @@ def exchange(
             handle: Waitable = _start_paired(lane, sends, receives, lanes, tag)
         else:
             handle = start_all_to_all(lane, sent, sizes, received, came)
+        work.take(handle)
     lane.phase.sent(size * (sum(sizes) - sizes[rank]))
-    return work.take(handle)
+    return work
 
 
 def start_all_to_all(
@@ -189,21 +188,19 @@ def spread_rows(
     memory = group.shared_memory(device)
     if memory is None:
         return [_spread(lanes, *each, about) for each in ((heads, _OF_HEADS), (rows, tag)) if each[0]]
-    work = group.begin_work(about, device)
-    with work.starting():
-        call = memory.spread_rows([*heads, *rows], tag)
+    with group.begin_work(about) as work:
+        work.take(call := memory.spread_rows([*heads, *rows], tag))
     group.phase.sent(call.nbytes, len(heads) + len(rows))
-    return [work.take(call)]
+    return [work]
 
 
 def _spread(lanes: Lanes, rows: Sequence[Row], tag: int, about: str) -> Waitable:
     group = lanes[0]
-    work = group.begin_work(about, rows[0][1].device)
     others = [rank for rank in range(group.size) if rank != group.rank]
     sends = [(rank, row) for owner, row in rows if owner == group.rank for rank in others]
     receives = [(owner, row) for owner, row in rows if owner != group.rank]
     _count_as_one(group, lanes)
-    with work.starting():
+    with group.begin_work(about, rows[0][1].device) as work:
         work.take(_start_paired(group, sends, receives, lanes, tag))
     group.phase.sent(sum(row.nbytes for _, row in sends), len(rows))
     return work
@@ -212,19 +209,20 @@ def _spread(lanes: Lanes, rows: Sequence[Row], tag: int, about: str) -> Waitable
 def send(group: RankGroup, tensor: Tensor, *to: int) -> None:
     """Send a contiguous tensor to ranks that call `recv`; waits until they have read it."""
     staged = tensor.to(group.device)
-    work = group.begin_work("", staged.device)
-    with work.starting(), _at_once(group, staged.device) as started:
-        each = _started([_isend(group, staged, rank) for rank in to])
-    handles = started or each
+    with group.begin_work("", staged.device) as work:
+        with _at_once(group, staged.device) as started:
+            each = _started([_isend(group, staged, rank) for rank in to])
+        handles = started or each
+        on_host = group.transport(staged.device).waits_on_host
+        work.take(*([Paired(handles)] if on_host else handles))
     group.phase.sent(staged.nbytes * len(handles), len(handles))
-    on_host = group.transport(staged.device).waits_on_host
-    work.take(*([Paired(handles)] if on_host else handles)).wait()
+    work.wait()
 
 
 def recv(group: RankGroup, tensor: Tensor, source: int) -> None:
     """Receive into a contiguous tensor from ``source``; on an accelerator the stream waits."""
     staged = tensor if tensor.device == group.device else torch.empty_like(tensor, device=group.device)
-    with group.phase.held_up(), group.begin_work().waiting():
+    with group.phase.held_up(), group.begin_work():
         with _at_once(group, staged.device) as started:
             each = _started([_irecv(group, staged, source)])
         for work in started or each:

@@ -110,8 +110,9 @@ class GroupWorks:
     @untraced
     def begin_step(self, *, has_closure: bool) -> None:
         """Record a step."""
-        last = self.step
-        self.log.steps[self.whole] = LastStep(last.number + 1, (last.closures << 1 | has_closure) & 3)
+        steps, whole = self.log.steps, self.whole
+        last = steps.get(whole, NO_STEP)
+        steps[whole] = LastStep(last.number + 1, (last.closures << 1 | has_closure) & 3)
 
     @untraced
     def note_failure(self, failure: str) -> None:

@@ -41,9 +41,12 @@ _NOUNS = {
 class Work:
     """One or more calls of the backend that are waited for together, from their begin on.
 
+    It is a context in which a thread is in the backend's code, which starts the calls or waits for them.
+
     ``about``: such as ``bucket 3 (layers.7.weight, …)``, or empty. ``late_on``: the device that runs it while
     the CPU goes on. ``polls``: Note [Waits that nothing ends]. ``runs_hook``: a comm hook may raise in it.
-    ``handles``: of the backend, or a future. Times are seconds of `time.monotonic`.
+    ``handles``: of the backend, or a future; none if the calls end in the context. Times are seconds of
+    `time.monotonic`.
     """
 
     group: GroupWorks
@@ -57,6 +60,8 @@ class Work:
     started: float = field(default_factory=time.monotonic, init=False)
     waiting_since: float | None = field(default=None, init=False)
     is_warned: bool = field(default=False, init=False)
+    _ends: bool = field(default=False, init=False)  # in the context that it is in
+    _range: Any = field(default=None, init=False)  # of a profiler
 
     @property
     def timeout(self) -> float:
@@ -76,16 +81,41 @@ class Work:
         bucket = self.about.partition(" (")[0]
         return f"zero_optim.{self.phase.name} {bucket}" if bucket else f"zero_optim.{self.phase.name}"
 
-    def starting(self) -> "_InBackend":
-        """Return a context in which the backend starts the calls."""
-        return _InBackend(self, ends=False)
+    def __enter__(self) -> "Work":
+        self.waiting_since = time.monotonic()
+        self._ends = bool(self.handles)
+        if not self._ends:
+            self.group.drop_ended()
+        self.group.pending.add(self)
+        if is_profiling():
+            self._range = torch.profiler.record_function(f"{self.label}{' wait' * self._ends}")
+            self._range.__enter__()
+        return self
 
-    def waiting(self) -> "_InBackend":
-        """Return a context in which the caller waits for the calls, the last time."""
-        return _InBackend(self, ends=True)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        explained: Exception | None = None
+        if self._range is not None:
+            self._range.__exit__(kind, error, traceback)
+            self._range = None
+        try:
+            if isinstance(error, RuntimeError) and not isinstance(error, ZeroOptimError):
+                is_of_backend = raised_by_backend(error)
+                self.group.has_failed |= is_of_backend
+                if not self.runs_hook or is_of_backend or self.group.verdict is not None:
+                    explained = self.group.log.explain(self, error)
+                if explained is not None:
+                    raise explained from error
+        finally:
+            explained = None  # see Note [Groups that end]
+            self.waiting_since = None
+            # Note [Works that outlive the interpreter]; a device has no thread that takes the GIL.
+            if self.late_on is not None or not self.handles or (self._ends and error is None):
+                self.group.pending.discard(self)
 
     def take(self, *handles: Waitable) -> "Work":
-        """Take the handles of the calls that have started; returns itself."""
+        """Take the handles of the calls, in the context that has started them; returns itself."""
         self.handles = handles
         if self.late_on is not None and self.group.outstanding is None and not is_capturing(self.late_on):
             self.group.outstanding = self
@@ -94,7 +124,7 @@ class Work:
     def wait(self) -> Any:  # noqa: ANN401 - what the last handle gives
         """Wait with the caller or the current stream; StalledError if a rank is late or has ended."""
         result: Any = None
-        with self.phase.held_up(), _InBackend(self, ends=True):
+        with self.phase.held_up(), self:
             for handle in self.handles:
                 result = self.group.wait_for(handle) if self.polls else handle.wait()
         device = self.late_on
@@ -134,49 +164,6 @@ class Work:
             except Exception as error:  # noqa: BLE001 - returned, not raised
                 return error.with_traceback(None)
         return None
-
-
-class _InBackend:
-    """A context in which a thread is in the backend's code."""
-
-    __slots__ = ("_ends", "_range", "_work")
-
-    def __init__(self, work: Work, *, ends: bool) -> None:
-        self._work = work
-        self._ends = ends
-        self._range: Any = None
-
-    def __enter__(self) -> None:
-        work = self._work
-        work.waiting_since = time.monotonic()
-        if not self._ends:
-            work.group.drop_ended()
-        work.group.pending.add(work)
-        if is_profiling():
-            self._range = torch.profiler.record_function(f"{work.label}{' wait' * self._ends}")
-            self._range.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        work = self._work
-        explained: Exception | None = None
-        if self._range is not None:
-            self._range.__exit__(kind, error, traceback)
-        try:
-            if isinstance(error, RuntimeError) and not isinstance(error, ZeroOptimError):
-                is_of_backend = raised_by_backend(error)
-                work.group.has_failed |= is_of_backend
-                if not work.runs_hook or is_of_backend or work.group.verdict is not None:
-                    explained = work.group.log.explain(work, error)
-                if explained is not None:
-                    raise explained from error
-        finally:
-            explained = None  # see Note [Groups that end]
-            work.waiting_since = None
-            # Note [Works that outlive the interpreter]; a device has no thread that takes the GIL.
-            if work.late_on is not None or (self._ends if error is None else not work.handles):
-                work.group.pending.discard(work)
 
 
 def explained(works: GroupWorks | None, error: RuntimeError) -> Exception | None:

@@ -36,14 +36,17 @@ def wraps_tensors(tensor: Tensor) -> bool:
     return bool(private.is_traceable_wrapper_subclass(tensor))
 
 
+NO_BACKWARD = -1
+
+
 def backward_number() -> int:
-    """Return the number of this thread's backward pass, in a hook or final callback; -1 outside."""
+    """Return the number of this thread's backward pass, in a hook or final callback; or `NO_BACKWARD`."""
     return int(private.current_graph_task_id())
 
 
 def in_backward() -> bool:
     """Return whether this thread is in a backward pass: in a hook or a final callback."""
-    return bool(private.current_graph_task_id() != -1)
+    return bool(private.current_graph_task_id() != NO_BACKWARD)
 
 
 def in_outer_backward() -> bool:

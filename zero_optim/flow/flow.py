@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from zero_optim.compat.signals import wait_for
-from zero_optim.compat.streams import StreamBeside
+from zero_optim.compat.streams import StreamBeside, is_asynchronous
 from zero_optim.compat.threads import start_thread
 from zero_optim.flow.pending import Pending
 
@@ -74,7 +74,7 @@ class Flow:
         begin: Callable[[], Pending[Any]],
         size: float = 1,
         keys: Iterable[Hashable] = (),
-        device: torch.device | None = None,  # of the work's stream, with ``streams``
+        device: torch.device | None = None,  # of the work, which has a stream there, with ``streams``
         *,
         is_behind: bool = False,  # ``begin`` lets the work wait for what it reads: `finish_first` need not
     ) -> None:
@@ -88,6 +88,8 @@ class Flow:
         else:
             work = Pending([], lambda _: begin().wait())
             end = self._thread.run(work)
+        if device is not None and not is_asynchronous(device):
+            device = None
         self._is_apart |= device is not None
         with self._lock:
             self._size += size

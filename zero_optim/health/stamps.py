@@ -25,6 +25,7 @@ Note [What a count cannot tell]
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from operator import methodcaller
 from typing import NamedTuple, TypeAlias
 
 from zero_optim.comm.agreement import Failure, failure_of, hear_failure
@@ -94,7 +95,7 @@ class _Step:
 
     def read_uniform(self, read: Read) -> bool:
         """Wait with ``read``; return whether nothing failed here, and all stamps are this rank's."""
-        return self.failure is None and all(arrival.read_uniform(read) for arrival in self.arrivals)
+        return self.failure is None and all(map(methodcaller("read_uniform", read), self.arrivals))
 
     def read_stamps(self, read: Read) -> dict[int, Stamp]:
         """Return each rank's last stamp, or one with a failure; ``read`` waits."""
@@ -128,14 +129,16 @@ class Stamps:
     def __reduce__(self) -> "tuple[type[Stamps], tuple[Collection[str]]]":
         return Stamps, (self._own_options,)
 
-    def begin(self, groups: Sequence[ParamGroup], call: Call) -> None:
-        """Begin a call before its gathers; all ranks call, with all public groups."""
-        own = {
-            (number, name)
-            for number, group in enumerate(groups if self._own_options else ())
-            for name in self._own_options.intersection(group)
-        }
-        self._values.follow(groups, self._left_out | own if own else self._left_out)
+    def begin(self, groups: Sequence[ParamGroup], call: Call) -> Header | None:
+        """Begin a call before its gathers, and return its `header`; all ranks call, with all groups."""
+        left_out: Collection[OptionKey] = self._left_out
+        if self._own_options:
+            left_out = self._left_out | {
+                (number, name)
+                for number, group in enumerate(groups)
+                for name in self._own_options.intersection(group)
+            }
+        self._values.follow(groups, left_out)
         number, values = self._step.number + 1, self._values
         digest, (sampled, self._sampled) = values.digest, (self._sampled, None)
         if sampled is not None:
@@ -144,6 +147,7 @@ class Stamps:
         if call.failure is not None:
             self._step.fail(call.failure)
         self._unread.append(self._step)
+        return self.header()
 
     def send_sample(self, sampled: Sampled) -> None:
         """Compare elements of gradients in the next call."""

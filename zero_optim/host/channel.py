@@ -6,6 +6,7 @@ were read. Each has one writer, so there is no lock. Messages begin at multiples
 
 import ctypes
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -42,12 +43,13 @@ class _End:
 
 
 class Message:
-    """Bytes of a call on their way to one rank; ``ready`` of them may go."""
+    """A head and other parts of a call on their way to one rank; ``ready`` bytes of these parts may go."""
 
-    __slots__ = ("address", "nbytes", "ready", "sent", "work")
+    __slots__ = ("number", "parts", "ready", "sent", "work")
 
-    def __init__(self, work: "HostWork", address: int, nbytes: int) -> None:
-        self.work, self.address, self.nbytes, self.ready, self.sent = work, address, nbytes, nbytes, 0
+    def __init__(self, work: "HostWork", parts: Sequence[tuple[int, int]]) -> None:
+        self.work, self.parts, self.ready = work, parts, sys.maxsize
+        self.number = self.sent = 0  # of the part that goes now, and its bytes that have gone
         work.num_pending += 1
 
 
@@ -59,25 +61,29 @@ class Sender(_End):
         self.queue: deque[Message] = deque()
 
     def push(self) -> int:
-        """Write a piece of the first message; returns its bytes, 0 if there is no room."""
-        message = self.queue[0]
-        place = self._at % self._size
-        num_read: int = self._words[self._read]
-        room = min(self._size - (self._at - num_read), self._size - place, PIECE)
-        count = min(message.ready - message.sent, room)
-        is_whole = message.sent + count == message.nbytes
-        if not is_whole:
-            count -= count % LINE
-        if count <= 0:
-            return 0
-        ctypes.memmove(self._address + place, message.address + message.sent, count)
-        message.sent += count
-        self._at += count + -count % LINE
+        """Write a piece of the first message; returns its bytes with padding, 0 if there is no room."""
+        message, began, num_read = self.queue[0], self._at, int(self._words[self._read])
+        while message.number < len(message.parts) and (left := PIECE - (self._at - began)) > 0:
+            address, nbytes = message.parts[message.number]
+            place = self._at % self._size
+            room = min(self._size - (self._at - num_read), self._size - place, left)
+            ready = min(nbytes, message.ready) if message.number else nbytes
+            count = min(ready - message.sent, room)
+            is_whole = message.sent + count == nbytes
+            if not is_whole:
+                count -= count % LINE
+            if count <= 0:
+                break
+            ctypes.memmove(self._address + place, address + message.sent, count)
+            message.sent += count
+            self._at += count + -count % LINE
+            if is_whole:
+                message.number, message.sent = message.number + 1, 0
         self._words[self._written] = self._at
-        if is_whole:
+        if message.number == len(message.parts):
             self.queue.popleft()
             message.work.num_pending -= 1
-        return count
+        return self._at - began
 
 
 class Receiver(_End):
@@ -97,7 +103,7 @@ class Receiver(_End):
     def lacks(self) -> bool:
         """Whether what the steps expect was not written whole."""
         num_written: int = self._words[self._written]
-        return sum(padded(step.rest) for step in self.steps) > num_written - self._at
+        return sum(step.rest for step in self.steps) > num_written - self._at
 
     def view(self, dtype: torch.dtype, count: int) -> Tensor:
         """View the next elements."""
@@ -157,41 +163,53 @@ class HostWork:
 
 
 class Step:
-    """What a call does with the next ``nbytes`` of some ranks, each piece when all of them have sent it."""
+    """What a call does with parts of messages of some ranks, each piece when all of them have sent it."""
 
-    __slots__ = ("_act", "_done", "_work", "receivers", "rest")
+    __slots__ = ("_done", "_number", "_parts", "_work", "receivers")
 
     def __init__(
-        self, work: HostWork, receivers: Sequence[Receiver], nbytes: int, act: Act, place: int | None = None
+        self, work: HostWork, receivers: Sequence[Receiver], parts: Sequence[tuple[int, Act]]
     ) -> None:
-        self._work, self.receivers, self._act, self._done = work, receivers, act, 0
-        self.rest = nbytes  # that are to come, of each rank
+        self._work, self.receivers, self._parts = work, receivers, parts
+        self._number = self._done = 0  # of the part that comes now, and its bytes that have come
         work.num_pending += 1
         for receiver in receivers:
-            receiver.steps.insert(len(receiver.steps) if place is None else place, self)
+            receiver.steps.append(self)
 
-    def drop(self) -> None:
-        """Do nothing of it."""
-        self._work.num_pending -= 1
-        for receiver in self.receivers:
-            receiver.steps.remove(self)
+    @property
+    def rest(self) -> int:
+        """The bytes, with padding, that are to come of each rank."""
+        return sum(padded(nbytes) for nbytes, _ in self._parts[self._number :]) - self._done
+
+    def skip_behind(self, count: int, nbytes: int) -> None:
+        """Do nothing with what follows the first parts, in messages of so many bytes with padding."""
+        kept = self._parts[:count]
+        rest = nbytes - sum(padded(length) for length, _ in kept)
+        self._parts = [*kept, (rest, lambda _start, _count: None)] if rest else kept
 
     def run(self) -> int:
-        """Take a piece; returns its bytes, 0 if it has not come."""
-        there = PIECE
-        for receiver in self.receivers:
-            if receiver.steps[0] is not self:
-                return 0
-            there = min(there, receiver.readable())
-        count = min(self.rest, there)
-        if not count or self._act(self._done, count) is False:
-            return 0
-        self._done += count
-        self.rest -= count
-        is_over = not self.rest
-        for receiver in self.receivers:
-            receiver.drop(count + -count % LINE)
+        """Take a piece; returns its bytes with padding, 0 if nothing has come."""
+        taken = 0
+        while taken < PIECE:
+            there = PIECE - taken
+            for receiver in self.receivers:
+                if receiver.steps[0] is not self:
+                    return 0
+                there = min(there, receiver.readable())
+            nbytes, act = self._parts[self._number]
+            count = min(nbytes - self._done, there)
+            if not count or act(self._done, count) is False:
+                break
+            self._done += count
+            if self._done == nbytes:
+                self._number, self._done = self._number + 1, 0
+            is_over = self._number == len(self._parts)
+            taken += count + -count % LINE
+            for receiver in self.receivers:
+                receiver.drop(count + -count % LINE)
+                if is_over:
+                    receiver.steps.popleft()
             if is_over:
-                receiver.steps.popleft()
-        self._work.num_pending -= is_over
-        return count
+                self._work.num_pending -= 1
+                break
+        return taken

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.compat.autograd import is_profiling
-from zero_optim.host.channel import Act, HostWork, Message, Receiver
+from zero_optim.host.channel import Act, HostWork, Receiver
 from zero_optim.host.shared_memory import SharedMemory
 
 # Adds pieces up, by rank, into ``total``, which is this rank's piece, or another place.
@@ -43,7 +43,7 @@ class OneHost(SharedMemory):
 
         def begin(work: HostWork) -> None:
             for peer in self.peers:
-                self.send(work, peer, _ROWS, _places(own), tag)
+                self.send(work, peer, _ROWS, own, tag)
             for peer in self.peers:
                 self.expect(work, (peer,), _ROWS, _copies(self, peer, lists[peer], "rows"), tag, num_heads)
 
@@ -61,7 +61,7 @@ class OneHost(SharedMemory):
 
         def begin(work: HostWork) -> None:
             for peer in self.peers:
-                self.send(work, peer, _ADDENDS, _places(rows[peer]))
+                self.send(work, peer, _ADDENDS, rows[peer])
             sums = zip(own, totals, strict=True)
             parts = [(mine.nbytes, _adding(self, mine, total, add)) for mine, total in sums]
             self.expect(work, self.peers, _ADDENDS, _seen("sum", parts))
@@ -78,10 +78,8 @@ class OneHost(SharedMemory):
 
         def begin(work: HostWork) -> None:
             for peer in self.peers:
-                self.send(work, peer, _ADDENDS, _places([chunks[peer]]))
-            sums = list[Message]()
-            for peer in self.peers:
-                sums += self.send(work, peer, _SUMS, _places([own]))
+                self.send(work, peer, _ADDENDS, [chunks[peer]])
+            sums = [self.send(work, peer, _SUMS, [own]) for peer in self.peers]
             for message in sums:
                 message.ready = 0
             adding = _adding(self, own, own, add_as_gloo)
@@ -102,10 +100,6 @@ class OneHost(SharedMemory):
         rank, size = self.rank, self.size
         start, stop = chunk_edges(tensor.nbytes, size, flattened(tensor).element_size())[rank : rank + 2]
         return tensor.nbytes + (size - 2) * (stop - start)
-
-
-def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
 
 
 def _copies(memory: SharedMemory, peer: int, targets: Sequence[Tensor], name: str) -> list[tuple[int, Act]]:

@@ -24,7 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import torch.distributed as dist
 from torch import Tensor
@@ -33,14 +33,15 @@ from zero_optim.compat import futex
 from zero_optim.compat.signals import HandlersLater
 from zero_optim.compat.threads import start_thread
 from zero_optim.errors import message_of
-from zero_optim.host.channel import PIECE, Act, HostWork, Message, Receiver, Sender, Step, padded
+from zero_optim.host.channel import PIECE, Act, HostWork, Message, Receiver, Sender, Step
 from zero_optim.host.segment import GIVEN_UP, LEFT, LINE, Segment
 
 _LOOK = 0.1  # seconds until a waiting thread looks whether the others are alive
 _LONGEST = 1.0  # seconds for which signal handlers wait
 _GRACE = 0.005  # seconds between two looks of the thread, for a caller to wait for what it has started
 _IDLE = 0.2  # seconds without calls until the thread ends
-_IS_PENDING = attrgetter("num_pending")
+_IS_PENDING, _NBYTES = attrgetter("num_pending"), attrgetter("nbytes")
+_PLACE_LENGTH, _PART_LENGTH = itemgetter(1), itemgetter(0)
 _HEAD = ctypes.c_uint64 * (LINE // 8)  # number of the call, its kind, bytes, tag, bytes in the ring
 
 GAVE_UP = "of the group has given up"  # it knows why, and tells
@@ -95,17 +96,16 @@ class SharedMemory:
                 self._leave_to_thread()
         return work
 
-    def send(
-        self, work: HostWork, peer: int, kind: int, parts: Sequence[tuple[int, int]], tag: int = 0
-    ) -> list[Message]:
-        """Send bytes to a rank, a head first; ``parts`` are addresses and lengths."""
-        head = _head(work, kind, tag, [nbytes for _, nbytes in parts])
+    def send(self, work: HostWork, peer: int, kind: int, tensors: Sequence[Tensor], tag: int = 0) -> Message:
+        """Send contiguous tensors to a rank, a head first."""
+        lengths = list(map(_NBYTES, tensors))
+        head = _head(work, kind, tag, lengths)
         work.nbytes += head[2]
         work.kept.append(head)
-        places = (ctypes.addressof(head), LINE), *parts
-        messages = [Message(work, *place) for place in places if place[1]]
-        self._ends[peer][0].queue.extend(messages)
-        return messages[1:]
+        parts = filter(_PLACE_LENGTH, zip(map(Tensor.data_ptr, tensors), lengths, strict=True))
+        message = Message(work, [(ctypes.addressof(head), LINE), *parts])
+        self._ends[peer][0].queue.append(message)
+        return message
 
     def expect(
         self,
@@ -117,9 +117,8 @@ class SharedMemory:
         num_heads: int = 0,  # the first parts, which are taken whatever the tag
     ) -> None:
         """Do something with bytes of some ranks; ``parts`` are lengths, and what is done."""
-        head = bytes(_head(work, kind, tag, [nbytes for nbytes, _ in parts]))
+        head = bytes(_head(work, kind, tag, list(map(_PART_LENGTH, parts))))
         receivers = list(map(self.receivers.__getitem__, peers))
-        steps = list[Step]()
 
         def check(_start: int, _count: int) -> bool:
             heads = [ctypes.string_at(receiver.address, LINE) for receiver in receivers]
@@ -128,15 +127,10 @@ class SharedMemory:
             number, of_kind, _, _, nbytes = _HEAD.from_buffer_copy(heads[0])[:5]
             if not tag or (number, of_kind) != (work.number, kind):
                 return False
-            for step in steps[num_heads:]:
-                step.drop()
-            rest = nbytes - sum(padded(step.rest) for step in steps[:num_heads])
-            if rest:
-                Step(work, receivers, rest, lambda _start, _count: None, 1 + num_heads)
+            step.skip_behind(1 + num_heads, LINE + nbytes)
             return True
 
-        Step(work, receivers, LINE, check)
-        steps += [Step(work, receivers, *part) for part in parts if part[0]]
+        step = Step(work, receivers, [(LINE, check), *filter(_PART_LENGTH, parts)])
 
     # ------------------------------------------------------------------ bytes move
 

@@ -47,29 +47,30 @@ class Iteration:
         core.snapshot.count_step()
         if not in_join:  # where ranks take other numbers of steps
             core.ranks.works.begin_step(has_closure=closure is not None)
-        loss, shared, failure = (None, None, None) if closure is None else self._evaluate(closure)
+        loss, shared, failure = (None, None, None) if closure is None else self._evaluate(closure, in_join)
         if self._overlap is not None and self._finish_overlapped(self._overlap, optimizer, kwargs):
             return loss
         scaler = kwargs.pop("grad_scaler", None)
         try:
-            is_ready = self._ready_gradients(optimizer, scaler, failure, has_gradients=shared is None)
+            is_ready = self._ready_gradients(optimizer, scaler, failure, shared, in_join)
         except BaseException as error:
             core.engine.report_to_replicas(error)
             raise
         if not is_ready:
             return loss
-        result = self._step_rows(shared, **kwargs)
+        result = self._step_rows(shared, in_join, **kwargs)
         return loss if result is None else result
 
-    def _step_rows(self, shared: SharedCall | None = None, /, **kwargs: object) -> float | None:
-        core, in_join = self._core, self.joins.under_way
+    def _step_rows(self, shared: SharedCall | None, in_join: bool, /, **kwargs: object) -> float | None:
+        core = self._core
         core.ranks.phase.traffic.count_step()
         if shared is None and not in_join:
             core.sample_gradients()
         work = partial(core.owned.step, core.groups, shared, None, **kwargs)
         some = partial(core.owned.step, core.groups, None, **kwargs) if core.inputs.held else None
         result = self._change("step()", work, None if shared is None else shared.finish, some)
-        self.joins.end_step()
+        if in_join:
+            self.joins.end_step()
         return result
 
     def _change(
@@ -90,10 +91,10 @@ class Iteration:
         return task.result
 
     def _evaluate(
-        self, closure: Callable[[], float]
+        self, closure: Callable[[], float], in_join: bool
     ) -> tuple[float | None, SharedCall | None, Exception | None]:
         """Return the loss, the closure if the class's own step evaluates it, its error inside ``Join``."""
-        core, in_join = self._core, self.joins.under_way
+        core = self._core
         is_ready = self._overlap is not None or in_join or bool(core.sharding.cut_params or core.inputs.held)
         if not is_ready and core.owned.takes_closures:
             return None, SharedCall(core.group, closure, partial(core.compare_unreduced, in_join=False)), None
@@ -107,13 +108,13 @@ class Iteration:
             return None, None, error
 
     def _ready_gradients(
-        self, optimizer: Optimizer, scaler: object, failure: Exception | None, *, has_gradients: bool
+        self, optimizer: Optimizer, scaler: object, failure: Exception | None, shared: object, in_join: bool
     ) -> bool:
         """Check, unscale and lend gradients; all ranks call. False if a scaler found an infinity on any."""
-        core, scaling, in_join = self._core, None, self.joins.under_way
+        core, scaling = self._core, None
         if failure is None:
             try:
-                if has_gradients:  # else the class evaluates the closure, and they are checked then
+                if shared is None:  # else the class evaluates the closure, and they are checked then
                     core.compare_unreduced(in_join=in_join)
                 if in_join:
                     core.check_gradients()
@@ -282,4 +283,4 @@ class Iteration:
             if ranks_that(statuses, Status.INFINITE):
                 return
             self.joins.lend(group, statuses)
-            self._step_rows()
+            self._step_rows(None, True)

@@ -6,7 +6,7 @@ thread of the backward pass, in the next bucket's hook: Note [A thread or none] 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -102,7 +102,8 @@ class Overlap:
         self._joins = joins
         self._trained: list[frozenset[Tensor]] = []
         self._loop_calls_step = False
-        self.ungathered: dict[Tensor, None] = {}  # parameters that were stepped; perhaps at an earlier moment
+        self._stepped: dict[Tensor, None] = {}  # not gathered yet; perhaps at an earlier moment
+        self._left = set[Bucket]()  # that this pass has not gathered: the header goes with the last one
 
     def new_lanes(self) -> Lease:
         """Take process groups for a thread, or ``group`` without one. All ranks call."""
@@ -127,6 +128,10 @@ class Overlap:
         return is_left or current.has_failed or current.in_backward or bool(current.rest(self.core.groups))
 
     # ------------------------------------------------------------------ during the backward pass
+
+    def begin_pass(self) -> None:
+        """Begin a backward pass, of which the last gather tells what failed, when no step is under way."""
+        self._left = set(self.core.engine.buckets)
 
     def begin(self, *, joined: bool) -> None:
         """Begin a step: Note [Moving parameters] in `shard.bucket`. Raises if the last pass broke off."""
@@ -193,10 +198,25 @@ class Overlap:
         task = PartTask(self, gradients, failure, checks=ends)
         engine.on(moment, engine.buckets if ends else engine.buckets_of(gradients), task)
 
+    def note_stepped(self, params: Iterable[Tensor]) -> None:
+        """Record parameters that the next gather brings."""
+        self._stepped.update(dict.fromkeys(params))
+
+    def take_stepped(self, buckets: Sequence[Bucket]) -> tuple[list[Bucket], frozenset[Tensor], bool]:
+        """Return those of some buckets that were stepped, the parameters, and whether the pass has no others.
+
+        All are gathered now.
+        """
+        changed = frozenset(self._stepped)  # the pass still reads frozen ones
+        self._stepped.clear()
+        stepped = [bucket for bucket in self.core.engine.buckets_of(changed) if bucket in buckets]
+        self._left.difference_update(stepped)
+        return stepped, changed, not self._left
+
     def send_header(self) -> None:
-        """Tell the other ranks, behind all gathers of a pass, what failed in it; all ranks call."""
+        """Tell the other ranks what failed in a pass, unless its last gather has; all ranks call."""
         engine = self.core.engine
-        if (header := engine.header()) is not None and engine.buckets:
+        if self._left and (header := engine.header()) is not None:
             lane, device = self.lanes.groups[0], engine.buckets[0].device
             engine.under_way.start(partial(start_header, lane, header, device), keys=engine.buckets)
 
@@ -224,21 +244,23 @@ class Overlap:
         lane = self.lanes.groups[0].during("agree")
 
         def end(failure: BaseException | None) -> None:
-            engine.compare_calls(lane, self.core.call("step()", failure), with_last=not engine.is_lazy)
+            engine.compare_calls(lane, self.core.call("step()", failure), with_last=True)
 
+        in_join = self._joins.under_way
         with finally_call(end):
             try:
-                self._step_rest(late, joined=joined)
+                self._step_rest(late, joined=joined, in_join=in_join)
             finally:
                 self._loop_calls_step = True
                 self.current = None
-        self._joins.end_step()
+        if in_join:
+            self._joins.end_step()
 
-    def _step_rest(self, late: str, *, joined: bool) -> None:
-        core, in_join, current = self.core, self._joins.under_way, self.current
+    def _step_rest(self, late: str, *, joined: bool, in_join: bool) -> None:
+        core, current = self.core, self.current
         assert current is not None  # asked for by the caller
         # A parameter put into a group by hand is in no bucket; the next pass refuses it.
-        rest = [param for param in current.rest(core.groups) if self.core.engine.number_of(param) is not None]
+        rest = core.engine.known_of(current.rest(core.groups))
         failure: Exception | None = None
         try:
             if not joined:
@@ -273,7 +295,7 @@ class PartTask(Task):
     ) -> None:
         self._overlap, self._core, self._gradients = overlap, overlap.core, gradients
         self._changed: frozenset[Tensor] = frozenset()
-        self._checks = self.tells = checks
+        self._checks = checks
         self.failure = failure
 
     def step(self, buckets: Sequence[Bucket]) -> None:
@@ -286,21 +308,20 @@ class PartTask(Task):
                     core.owned.step(core.groups, None, self._gradients)
         except BaseException as error:  # noqa: BLE001 - raised after the gather, for which others wait
             self.failure = self.failure or error
-        self._overlap.ungathered.update(dict.fromkeys(self._gradients))
+        self._overlap.note_stepped(self._gradients)
         if core.engine.stamps is not None and self.failure is not None:
             core.engine.stamps.fail(self.failure)
 
     def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
         """Choose the buckets that were stepped."""
-        self._changed = frozenset(self._overlap.ungathered)  # the pass still reads frozen ones
-        self._overlap.ungathered.clear()
-        stepped = self._core.engine.buckets_of(self._changed)
-        return [bucket for bucket in stepped if bucket in buckets]
+        chosen, self._changed, are_last = self._overlap.take_stepped(buckets)
+        if are_last or self._checks:
+            self.header = self._core.engine.header()
+        return chosen
 
     def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket, on lanes that nobody else uses."""
-        header = self.take_header(self._core.engine.header)
-        return start_gather(self._overlap.lanes.groups, bucket, header, changed=self._changed)
+        return start_gather(self._overlap.lanes.groups, bucket, self.take_header(), changed=self._changed)
 
     def end(self) -> None:
         """Raise what failed on other ranks, where all has come."""

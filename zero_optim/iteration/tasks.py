@@ -38,7 +38,7 @@ class StepTask(Gathering, Generic[T]):
         self._is_prepared = False
         self._work_on = work_on
         self._is_in_parts = work_on is not None and core.owned.local.can_step_parts
-        self._held = core.held_buckets
+        self._held = [bucket for bucket in core.engine.buckets if isinstance(bucket, HeldBucket)]
         self._moved: list[HeldBucket] = []  # whose rows go to owners and back
         self._head = b""
 
@@ -128,14 +128,14 @@ class StepTask(Gathering, Generic[T]):
         """Begin the stamps of this call, which the gathers of what changed send."""
         core, engine = self._core, self._core.engine
         call = core.call(self._name, self.failure)
-        self._changed = self._changing(engine.begin_step(core.groups, call))
+        self._changed = self._changing(engine.agree_on_active(core.groups))
+        self.header = engine.begin_call(core.groups, call)
         for bucket in engine.buckets:
             bucket.stepped(changed=self._changed is engine.buckets or bucket in self._changed)
         if self.failure is not None and not any(
             Operation.GATHER in bucket.schedule[Moment.STEP] for bucket in self._changed
         ):
             core.ranks.works.note_failure(call.failure_text)
-        self.tells = True
 
     def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
         """Leave out buckets that never trained; one must start to train on all ranks."""
@@ -148,7 +148,7 @@ class StepTask(Gathering, Generic[T]):
     def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket, or send rows back to those who keep them."""
         if isinstance(bucket, HeldBucket):
-            return bucket.start_to_holders(self.take_header(self._core.engine.header))
+            return bucket.start_to_holders(self.take_header())
         return super().gather(bucket)
 
     def clean_up(self, error: BaseException, buckets: Sequence[Bucket]) -> None:
@@ -163,4 +163,4 @@ class StepTask(Gathering, Generic[T]):
             bucket.release()
         core, engine = self._core, self._core.engine
         call = core.call(self._name, self.failure)
-        engine.compare_calls(core.ranks, call, with_last=not engine.is_lazy)
+        engine.compare_calls(core.ranks, call, with_last=True)

@@ -24,10 +24,11 @@ def params_of(groups: Sequence[ParamGroup]) -> list[Tensor]:
 
 def have_members(groups: Sequence[ParamGroup], members: Sequence[Sequence[Tensor]]) -> bool:
     """Return whether groups have these very parameters, in this order; every step asks."""
-    return len(groups) == len(members) and all(
-        len(group["params"]) == len(known) and all(map(is_, group["params"], known))
-        for group, known in zip(groups, members, strict=True)
-    )
+    for group, known in zip(groups, members, strict=False):
+        params = group["params"]
+        if len(params) != len(known) or not all(map(is_, params, known)):
+            return False
+    return len(groups) == len(members)
 
 
 def options_of(group: ParamGroup) -> ParamGroup:

@@ -63,7 +63,7 @@ def changeable(options: Mapping[str, object]) -> dict[str, Plain]:
     return {
         name: plain(value)
         for name, value in options.items()
-        if type(value) not in _STABLE and not _is_stable(value) and name not in PARAM_KEYS
+        if type(value) not in _STABLE and name not in PARAM_KEYS and not _is_stable(value)
     }
 
 

@@ -157,6 +157,10 @@ class Bucket:
         make = partial(_again, slices=self.slices, as_views=self.is_in_place)
         return make, (self.params, self.layout, self.rank, self.label)
 
+    def relabel(self, label: str) -> None:
+        """Take the name that a later plan has for it."""
+        self.label = label
+
     def run_by(self, recipe: Schedule) -> None:
         """Take the row of the table by which the engine runs this bucket."""
         self.schedule = recipe
@@ -209,7 +213,9 @@ class Bucket:
         if self._in_flat is not None:
             torch.autograd.graph.increment_version(received)
             shared = self._in_flat.shared
-            others = [part for part in others if part[0] in shared] if shared else []
+            if not shared:
+                return
+            others = [part for part in others if part[0] in shared]
             others = [part for part in others if self.forms[part[0]].fits(self.params[part[0]])]
         self._copy(flat, others, into_params=True)
 

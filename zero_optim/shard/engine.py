@@ -71,7 +71,7 @@ class Gathering(Task):
         """Start the gather of a bucket."""
         group, lanes = self._group, self._lanes
         used = (group,) if lanes is None or not may_use_lanes(bucket, group) else lanes.groups
-        return start_gather(used, bucket, self.take_header(self._engine.header))
+        return start_gather(used, bucket, self.take_header())
 
     def clean_up(self, error: BaseException, buckets: Sequence[Any]) -> None:
         """Let nobody else use lanes on which something failed."""
@@ -165,23 +165,22 @@ class Engine:
             bucket.run_by(lazy if read.issuperset(bucket.params) else self._recipe)
 
     @property
-    def is_lazy(self) -> bool:
-        """Whether modules wait for gathers."""
-        return bool(self._readers)
-
-    @property
     def row_buckets(self) -> list[RowBucket]:
         """List the buckets that are freed between steps."""
         return [bucket for bucket in self.buckets if isinstance(bucket, RowBucket)]
 
-    def number_of(self, param: Tensor) -> int | None:
-        """Return the number of a parameter's bucket, or None."""
-        return self._numbers.get(param)
+    def numbers_of(self, params: Iterable[Tensor]) -> list[int | None]:
+        """Return the numbers of parameters' buckets, None for those in none."""
+        return list(map(self._numbers.get, params))
+
+    def known_of(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """List the parameters that are in a bucket."""
+        return list(filter(self._numbers.__contains__, params))
 
     def buckets_of(self, params: Iterable[Tensor]) -> list[Bucket]:
         """List the buckets of some parameters, in the order of gathers; those in none are left out."""
-        numbers = {self._numbers[param] for param in params if param in self._numbers}
-        return [self.buckets[number] for number in sorted(numbers)]
+        numbers = set(map(self._numbers.__getitem__, self.known_of(params)))
+        return list(map(self.buckets.__getitem__, sorted(numbers)))
 
     def active(self) -> list[bool]:
         """Return for each bucket whether it trains, or did at an earlier gather."""
@@ -201,7 +200,9 @@ class Engine:
     def take_over(self) -> None:
         """Take over the user's changes; RuntimeError, after all others, if a parameter no longer fits."""
         failure: Exception | None = None
-        written = [place for bucket in self.buckets for place in bucket.written()]
+        written = list[tuple[int, int]]()
+        for bucket in self.buckets:
+            written += bucket.written()
         for bucket in self.buckets if written else ():
             copy_out(bucket.params, written)
         for bucket in self.buckets:  # all of them, then it raises
@@ -268,7 +269,7 @@ class Engine:
                     bucket.gathers.start(begin)
                 elif Operation.WAIT in bucket.schedule.moments[moment]:
                     if task.awaited is None:
-                        most = max([each.nbytes_to_gather for each in chosen])
+                        most = max(map(_NBYTES, chosen))
                         task.awaited = Flow(NUM_FLAT_TENSORS * most)
                     task.awaited.start(begin, bucket.nbytes_to_gather)
                 else:
@@ -308,28 +309,18 @@ class Engine:
 
     # ------------------------------------------------------------------ what ranks tell each other beside
 
-    def begin_call(self, groups: Sequence[ParamGroup], call: Call) -> None:
-        """Let the next header have a call's stamps; the last call's have been waited for."""
-        if self.stamps is not None:
-            self.stamps.begin(groups, call)
+    @eager
+    def begin_call(self, groups: Sequence[ParamGroup], call: Call) -> Header | None:
+        """Begin a call's stamps, and return its `header`; the last call's have been waited for."""
+        return None if self.stamps is None else self.stamps.begin(groups, call)
 
     def header(self) -> Header | None:
         """Return what tells the other ranks of the last call; it goes with one gather."""
         return None if self.stamps is None else self.stamps.header()
 
     @eager
-    def begin_step(self, groups: Sequence[ParamGroup], call: Call) -> list[bool]:
-        """Begin a call that steps all; return `active`. RankMismatchError, on every rank, if that differs.
-
-        Communicates if it changed.
-        """
-        active = self.agree_on_active(groups)
-        self.begin_call(groups, call)
-        return active
-
-    @eager
     def agree_on_active(self, groups: Sequence[ParamGroup]) -> list[bool]:
-        """Return `active`, as `begin_step`."""
+        """Return `active`; communicates if it changed. RankMismatchError, on every rank, if it differs."""
         active = self.active()
         if active != self._active:
             states = ["trainable" if param.requires_grad else "frozen" for param in params_of(groups)]
@@ -340,9 +331,10 @@ class Engine:
 
     @eager
     def compare_calls(self, group: RankGroup, call: Call, *, with_last: bool) -> None:
-        """Check stamps; ``with_last`` also the last call's, if the CPU need not wait for a device."""
+        """Check stamps; ``with_last`` also the last call's, if they have come and the CPU need not wait."""
         if self.stamps is not None:
-            self.stamps.compare(group, call, with_last=with_last and self.is_on_cpu)
+            has_come = self.is_on_cpu and not self._readers
+            self.stamps.compare(group, call, with_last=with_last and has_come)
 
     def raise_failures(self) -> None:
         """Raise, once, if a rank is known to have failed in the last call."""
@@ -354,5 +346,5 @@ class Engine:
             raise
 
 
-_ROW = attrgetter("schedule.moments")
+_ROW, _NBYTES = attrgetter("schedule.moments"), attrgetter("nbytes_to_gather")
 _RUN = {operation: getattr(Engine, f"_{operation.value}") for operation in Operation}

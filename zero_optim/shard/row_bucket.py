@@ -105,7 +105,7 @@ class RowBucket(Uncopied, Bucket):
         self.is_whole = self._has_changed = False
         self.is_left = False  # state dicts show the parameters as they are
         self.gathers = Flow()  # under way
-        self.num_pins = 0  # users that need the parameters whole: nothing may change them
+        self._num_pins = 0  # users that need the parameters whole: nothing may change them
 
     @property
     def nbytes_live(self) -> int:
@@ -212,9 +212,17 @@ class RowBucket(Uncopied, Bucket):
 
     # ------------------------------------------------------------------ steps and writes
 
+    def pin(self) -> None:
+        """Refuse changes until `unpin`: somebody needs the parameters whole."""
+        self._num_pins += 1
+
+    def unpin(self) -> None:
+        """End one `pin`."""
+        self._num_pins -= 1
+
     def check_unpinned(self) -> None:
         """Raise RuntimeError if somebody needs the parameters whole and unchanged."""
-        if self.num_pins:
+        if self._num_pins:
             raise RuntimeError(_PINNED.format(name=self.label))
 
     def refresh(self) -> None:
@@ -232,7 +240,7 @@ class RowBucket(Uncopied, Bucket):
 
     def mark_changed(self) -> None:
         """Record that the row changed, and free the parameters."""
-        if self.num_pins:  # refused by `check_unpinned`, so nothing has changed
+        if self._num_pins:  # refused by `check_unpinned`, so nothing has changed
             return
         self._has_changed = True
         self.free()

@@ -71,7 +71,7 @@ class Sharding:
         self.cut_params: list[Tensor] = []  # the same on every rank
         self.held: dict[Tensor, Pieces | None] = {}  # parameters of which others keep rows, if cut by rows
         self._num_buckets = 0
-        self._group = group
+        self.group = group
         self.maker = BucketMaker(as_views, store)
         self.cap_nbytes = _nbytes(cap_mb)
 
@@ -90,14 +90,14 @@ class Sharding:
         """
         new, store = groups[before:], self.maker.store
         reasons: Sequence[str | None] = []
-        with agreeing(self._group, "the parameters and options of the optimizer", _HINTS) as agreed:
+        with agreeing(self.group, "the parameters and options of the optimizer", _HINTS) as agreed:
             check_shardable(groups, set(filter(is_freed, store.params)), self.held)
             by_group = [group["params"] for group in new]
             spent = [[cost(p) for p in params] for params, cost in zip(by_group, costs, strict=True)]
             every = params_of(new)
             numbers = [store.params.get(param) for param in every]
             used = [store.compute_dtypes.get(param, param.dtype) for param in every]
-            transports = map(self._group.transport, devices_of(every))
+            transports = map(self.group.transport, devices_of(every))
             row_nbytes = min((transport.row_nbytes for transport in transports), default=1)
 
             def planned(may_cut: Sequence[bool] | None) -> Plan:
@@ -120,7 +120,7 @@ class Sharding:
             items += describe_owners(new, plan) + (describe_costs(new, plan) if reasons else [])
             agreed.items, agreed.beside = items, alike.values
         if agreed.differs:
-            alike.check_order(self._group, new)
+            alike.check_order(self.group, new)
         if why_whole is None:
             return plan
         return self._cut_where_all_agree(plan, planned, reasons, why_whole)
@@ -135,7 +135,7 @@ class Sharding:
         """Plan again until all ranks accept every cut; all ranks call."""
         whole_because: list[str | None] = [None] * len(plan.pieces)
         while plan.is_cut:
-            borne = combine_answers(self._group, [reason is None for reason in reasons])
+            borne = combine_answers(self.group, [reason is None for reason in reasons])
             refused = [
                 None if may else reason or ELSEWHERE for may, reason in zip(borne, reasons, strict=True)
             ]
@@ -144,32 +144,27 @@ class Sharding:
             whole_because = [old or new for old, new in zip(whole_because, refused, strict=True)]
             plan = planned([reason is None for reason in whole_because])
             if plan.is_cut:  # in other pieces
-                with failing_together(self._group):
+                with failing_together(self.group):
                     reasons = why_whole(plan.pieces)
         return replace(plan, whole_because=tuple(whole_because))
 
     def release(self) -> None:
         """Release the process group."""
-        self._group = self._group.release()
+        self.group = self.group.release()
 
     def owned(self, params: Sequence[Tensor], plan: Plan) -> dict[Tensor, Piece]:
         """Return this rank's pieces, by parameter."""
-        mine = (piece_of(pieces, self._group.rank) for pieces in plan.pieces)
+        mine = (piece_of(pieces, self.group.rank) for pieces in plan.pieces)
         return {param: piece for param, piece in zip(params, mine, strict=True) if piece is not None}
 
     def piece_here(self, param: Tensor) -> Piece | None:
         """Return this rank's rows of a parameter, or None."""
-        return piece_of(self.pieces[param], self._group.rank)
+        return piece_of(self.pieces[param], self.group.rank)
 
     def hold(self, params: Iterable[Tensor], rows: Mapping[Tensor, Pieces]) -> None:
         """Note parameters of which others keep rows, and these rows of those that are cut by rows."""
         self.held.update(dict.fromkeys(params))
         self.held.update(rows)
-
-    @property
-    def group(self) -> RankGroup:
-        """The ranks."""
-        return self._group
 
     def is_cut(self, param: Tensor) -> bool:
         """Whether several ranks own rows of a parameter."""
@@ -187,7 +182,7 @@ class Sharding:
             for number, bucket in enumerate(plan.buckets, self._num_buckets)
         ]
         self._num_buckets += len(plan.buckets)
-        buckets = self.maker.make(self._group, params, plan, labels)
+        buckets = self.maker.make(self.group, params, plan, labels)
         self.cut_params += (param for bucket in buckets for param in bucket.params if self.is_cut(param))
         self.cut_params += (param for param in params if param in self.held and self.is_cut(param))
         return buckets

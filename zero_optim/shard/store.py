@@ -12,7 +12,7 @@ from zero_optim.plan.plan import Plan
 from zero_optim.plan.slices import Slices
 from zero_optim.shard.bucket import Bucket, shared_params
 from zero_optim.shard.row_bucket import RowBucket
-from zero_optim.shard.row_storage import HostStorage, RowStorage
+from zero_optim.shard.row_storage import RowStorage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,11 +22,6 @@ class Store:
     params: dict[Tensor, int] = field(default_factory=dict)
     compute_dtypes: Mapping[Tensor, torch.dtype] = field(default_factory=dict)  # if owners keep another one
     rows: RowStorage = field(default_factory=RowStorage)
-
-    @property
-    def on_host(self) -> HostStorage | None:
-        """The storage on the host of an accelerator's model, or None."""
-        return self.rows if isinstance(self.rows, HostStorage) else None
 
 
 class BucketMaker:
@@ -81,12 +76,14 @@ class BucketMaker:
         buckets: list[Bucket] = []
         for planned, label in zip(plan.buckets, labels, strict=True):
             members = [params[index] for index in planned.params]
-            bucket: Bucket | None = rows.get(members[0])
-            if bucket is None:
-                layout, slices = self._sliced(group, planned.layout, members[0].device)
-                bucket = Bucket(
-                    members, layout, group.rank, slices=slices, as_views=self._as_views, shared=shared
+            if (kept := rows.get(members[0])) is not None:
+                kept.relabel(label)
+                buckets.append(kept)
+                continue
+            layout, slices = self._sliced(group, planned.layout, members[0].device)
+            buckets.append(
+                Bucket(
+                    members, layout, group.rank, label, slices=slices, as_views=self._as_views, shared=shared
                 )
-            bucket.label = label
-            buckets.append(bucket)
+            )
         return buckets

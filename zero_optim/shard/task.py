@@ -1,6 +1,6 @@
 """The callbacks of one call of `Engine.on`: the engine decides when, a task how."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ class Task:
     """How each operation is done that a row may have at a moment."""
 
     failure: BaseException | None = None  # of this rank; raised when the others have heard of it
-    tells: bool = False  # the next gather has a header
+    header: Header | None = None  # goes with the next gather
     awaited: Flow | None = None  # gathers that this call itself waits for
     span: AbstractContextManager[object] = nullcontext()  # measures gathers and waits
 
@@ -34,10 +34,10 @@ class Task:
         """Start the gather of a bucket."""
         raise NotImplementedError
 
-    def take_header(self, header: Callable[[], Header | None]) -> Header | None:
-        """Return a header for the first gather that has one."""
-        tells, self.tells = self.tells, False
-        return header() if tells else None
+    def take_header(self) -> Header | None:
+        """Return the header for the first gather, None for later ones."""
+        header, self.header = self.header, None
+        return header
 
     def arrived(self) -> None:
         """Look at what has come with the rows that somebody waited for."""

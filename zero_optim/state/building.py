@@ -16,6 +16,7 @@ from zero_optim.plan.pieces import Piece
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.registration import registration_in, registration_of
+from zero_optim.shard.row_storage import HostStorage
 from zero_optim.shard.sharding import Sharding
 from zero_optim.state.core import Core
 from zero_optim.state.options import GroupOptions, GroupReader, Params, PlanInputs, ShardingOptions
@@ -100,7 +101,9 @@ def new_sharding(inputs: PlanInputs, group: RankGroup) -> Sharding:
 
 def new_leaves(inputs: PlanInputs) -> tuple[Leaves, WeightAverage]:
     """Make the leaves and averages, still empty."""
-    leaves = Leaves(inputs.options.master_dtype, inputs.store.params, inputs.store.on_host)
+    store = inputs.store
+    home = store.rows if isinstance(store.rows, HostStorage) else None  # of an accelerator's model
+    leaves = Leaves(inputs.options.master_dtype, store.params, home)
     return leaves, WeightAverage(inputs.options.ema_decay, leaves)
 
 

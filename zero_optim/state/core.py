@@ -16,7 +16,6 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import inner_tensors
 from zero_optim.comm.mesh import RankMesh
-from zero_optim.dtensor.held_bucket import HeldBucket
 from zero_optim.dtensor.placement import local_rows
 from zero_optim.health.stamps import Call
 from zero_optim.plan.groups import (
@@ -231,13 +230,6 @@ class Core:
     def describe_options(self, groups: Sequence[ParamGroup] | None = None) -> list[str]:
         """Describe each group's options, or those of others, for ranks to compare."""
         return describe_options(self.owned.local.compared(self.groups if groups is None else groups))
-
-    @property
-    def held_buckets(self) -> list[HeldBucket]:
-        """The buckets of which somebody else keeps the rows."""
-        if not self.inputs.held:
-            return []
-        return [bucket for bucket in self.engine.buckets if isinstance(bucket, HeldBucket)]
 
     def own_params(self) -> list[Tensor]:
         """List the parameters of which this rank owns rows, in order."""

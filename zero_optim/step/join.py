@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from enum import IntFlag
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from zero_optim.comm.agreement import failing_together, one_error
+from zero_optim.comm.agreement import Ballot, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import decode, encode
-from zero_optim.comm.frames import bytes_to_tensor
 from zero_optim.comm.wire import recv_encoded, send_value
-from zero_optim.compat.streams import HostCopy, to_device
+from zero_optim.compat.streams import HostCopy
 from zero_optim.plan.groups import ParamGroup, options_of
 from zero_optim.plan.pieces import Pieces, piece_of
 from zero_optim.step.gradients import rows_of, set_owned_gradient
@@ -29,23 +27,22 @@ class Status(IntFlag):
     JOINED = 1  # it ran out of inputs
     INFINITE = 2  # its scaler found an infinity
     DEAF = 4  # if another rank finds one, its scaler cannot be told
-    FAILED = 8  # something raised there
-    CLIPS = 16  # it clips gradients, and steps later
+    CLIPS = 8  # it clips gradients, and steps later
 
 
 def exchange(
     group: RankGroup, status: Status, *, found_inf: Tensor | None = None, failure: Exception | None = None
 ) -> list[Status]:
     """Exchange status bytes, `Status.INFINITE` by ``found_inf``; all ranks call, and raise what any has."""
-    status |= Status.NOTHING if failure is None else Status.FAILED
-    mine = to_device(bytes_to_tensor(bytes([status])), group.device)
-    if found_inf is not None:
-        is_infinite = found_inf.ne(0).to(torch.uint8).reshape(1)
-        mine = mine + to_device(is_infinite, group.device) * int(Status.INFINITE)
-    received = group.read(HostCopy(group.all_gather_rows(mine))).flatten()
-    statuses = list(map(Status, received.tolist()))
-    if any(Status.FAILED in each for each in statuses):
-        raise one_error(group, failure)
+
+    def mine() -> bytes:
+        is_infinite = found_inf is not None and group.read(HostCopy(found_inf)).item() != 0
+        return bytes([status | Status.INFINITE if is_infinite else status])
+
+    with Ballot(group, mine) as ballot:
+        if failure is not None:
+            raise failure
+    statuses = [Status(each[0]) for each in ballot.payloads]
     clipping = ranks_that(statuses, Status.CLIPS)
     stepping = [rank for rank, each in enumerate(statuses) if not each & (Status.CLIPS | Status.JOINED)]
     if clipping and stepping:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +17,7 @@ from zero_optim.probe.traits import Traits
 from zero_optim.step.built import BuiltOptimizer
 from zero_optim.step.spec import Closure, CutRowsOf, GroupSpec, OptimizerSpec
 
-_ABSENT = object()
+_ABSENT, _STATE = object(), attrgetter("optimizer.state")
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
@@ -193,33 +195,26 @@ class LocalOptimizer:
         self, groups: list[ParamGroup], methods: Sequence[Callable[..., Any]], *args: object, **kwargs: object
     ) -> Any:  # noqa: ANN401 - whatever the class returns
         """Call the optimizers' own methods under the public groups' options; returns the first result."""
-        before = self._take_options(groups)
-        results = [method(*args, **kwargs) for method in methods]
-        self._give_options(groups, before)
-        return results[0]
-
-    def follow_members(self, groups: Sequence[ParamGroup]) -> None:
-        """Step what the public groups list now."""
-        self.members = [list(group["params"]) for group in groups]
-        for public, local in zip(groups, self._groups(), strict=False):  # `_take_options` compares lengths
-            local["params"] = _leaves_of(public, self._leaf_of)
-
-    def _take_options(self, groups: list[ParamGroup]) -> list[dict[str, Plain]]:
-        """Copy the public options to the local groups; returns those that the class can change in place."""
         own = self._groups()
         if len(groups) != len(own):
             raise self._other_groups(len(groups))
         for public, local in zip(groups, own, strict=True):
             _set_options(local, public)
-        return list(map(changeable, own))
-
-    def _give_options(self, groups: list[ParamGroup], before: list[dict[str, Plain]]) -> None:
+        before = list(map(changeable, own))  # which the class can change in place
+        results = [method(*args, **kwargs) for method in methods]
         for number, (public, local) in enumerate(zip(groups, self._groups(), strict=True)):
             changed = _set_options(public, local)
             if before[number]:
                 now = changeable(local)
                 changed += [key for key, was in before[number].items() if not are_close(was, now.get(key))]
-            self._written.update([(number, str(key)) for key in changed])
+            self._written.update(zip(repeat(number), map(str, changed)))
+        return results[0]
+
+    def follow_members(self, groups: Sequence[ParamGroup]) -> None:
+        """Step what the public groups list now."""
+        self.members = [list(group["params"]) for group in groups]
+        for public, local in zip(groups, self._groups(), strict=False):  # `call` compares lengths
+            local["params"] = _leaves_of(public, self._leaf_of)
 
     def origins(self, options: Sequence[Mapping[str, Plain]]) -> tuple[list[OptionKey], set[OptionKey]]:
         """Return the options not set by the user that have the class's default, and those a class changed."""
@@ -288,7 +283,7 @@ class LocalOptimizer:
     @property
     def states(self) -> list[dict[Any, Any]]:
         """The state of each optimizer: leaf -> entries, and any global entries."""
-        return [built.optimizer.state for built in self._built]
+        return list(map(_STATE, self._built))
 
     def replace_states(self, states: Sequence[dict[Any, Any]]) -> None:
         """Replace the state of each optimizer."""
