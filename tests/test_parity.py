@@ -8,7 +8,7 @@ from torch import nn
 from parity import assert_rows, batches
 from parity_runs import OPTIONS, Row
 from pool import Pool, on_ranks
-from training import assert_same_bits, assert_same_state, make_params, set_grads, train_both, twin
+from training import assert_same_bits, assert_same_state, make_params, set_grads, sgd, train_both, twin
 from zero_optim import NotConsolidatedError, ZeroRedundancyOptimizer
 
 BATCHES = batches()
@@ -44,6 +44,7 @@ def test_more_ranks_than_parameters_train() -> None:
     assert (len(sharded.owned_parameters()) == 1) == (dist.get_rank() == 0)
     assert (sharded.state_nbytes() > 0) == (dist.get_rank() == 0)
     sharded.consolidate_state_dict(to=dist.get_world_size() - 1)
+    sgd(make_params(((0,),))).step()  # and more than elements
 
 
 @on_ranks(4)
