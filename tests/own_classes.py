@@ -182,12 +182,12 @@ class CouplesLate(Small):
             p.add_(p.grad / (total if group["count"] > group["begin"] else 1), alpha=-group["lr"])
 
 
-class SeededNoise(Small):
-    """Draws from a generator of its own with a fixed seed, for one parameter after the other."""
+class Noise(Small):
+    """Draws from a generator of its own for one parameter after the other; nobody can seed it, or all do."""
 
-    def __init__(self, params: Any, **options: Any) -> None:
+    def __init__(self, params: Any, seed: int | None = 0, **options: Any) -> None:
         super().__init__(params, **options)
-        self.generator = np.random.default_rng(0)
+        self.generator = np.random.default_rng(seed)
 
     def update(self, p: Any, group: dict[str, Any]) -> None:
         p.add_(p.grad * float(self.generator.random()), alpha=-group["lr"])
@@ -294,31 +294,22 @@ class Langevin(Small):
         p.add_(p.grad, alpha=-group["lr"]).add_(DRAWS[group["source"]](p), alpha=1e-2)
 
 
-class OwnNoise(Small):
-    """Noise of a generator that nobody can seed."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.numbers = np.random.default_rng()
-
-    def update(self, p: Any, group: dict[str, Any]) -> None:
-        p.add_(p.grad, alpha=-group["lr"] * float(self.numbers.uniform()))
-
-
 class RoundsStochastically(Small):
     """Draws random numbers for half-precision parameters alone."""
 
+    def draws(self, p: Any) -> bool:
+        return bool(p.dtype == torch.bfloat16)
+
     def update(self, p: Any, group: dict[str, Any]) -> None:
-        noise = torch.rand_like(p) * 1e-2 if p.dtype == torch.bfloat16 else 0.0
+        noise = torch.rand_like(p) * 1e-2 if self.draws(p) else 0.0
         p.sub_((p.grad + noise) * group["lr"])
 
 
-class RoundsLarge(Small):
-    """Draws random numbers for large parameters alone."""
+class RoundsLarge(RoundsStochastically):
+    """Draws them for large parameters alone."""
 
-    def update(self, p: Any, group: dict[str, Any]) -> None:
-        noise = torch.rand_like(p) * 1e-2 if p.numel() >= 4096 else 0.0
-        p.sub_((p.grad + noise) * group["lr"])
+    def draws(self, p: Any) -> bool:
+        return bool(p.numel() >= 4096)
 
 
 class LeavesMemoryUnwritten(Small):

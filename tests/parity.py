@@ -178,6 +178,7 @@ def play(row: Row, stage: Stage) -> Trace:
     if "ema_decay" in OPTIONS[row.option].of_optimizer:
         with optimizer.averaged_weights():
             averages = values()
+        assert_same(values(), found, "put back")
     if stage.plain:
         return Trace(run.answers, found, averages, optimizer.entries(), grads, [])
     if stage.wrapper is FullyShardedDataParallel:
@@ -188,6 +189,11 @@ def play(row: Row, stage: Stage) -> Trace:
     entries = [state.get(index, {}) for index in range(len(pieces))]
     owned = [piece_of(pieces.get(p, ()), optimizer.ranks.rank) for p in params]
     return Trace(run.answers, found, averages, entries, grads, owned)
+
+
+def trained(stage: str, model: str = "tower", loop: str = "ordinary", option: str = "plain") -> list[Tensor]:
+    """Train a model of the table; gives its parameters, whole."""
+    return play(Row(stage, model, loop, option), STAGES[stage]).params
 
 
 def batches() -> dict[str, list[Row]]:
@@ -251,7 +257,7 @@ _references: dict[tuple[object, ...], Trace] = {}
 def summed_by_hand(row: Row) -> bool:
     """Whether PyTorch's DDP sums in another order, or not at all."""
     stage = STAGES[row.stage]
-    if row.loop == "graph gone through twice":
+    if row.loop == "graph gone through twice" or OPTIONS[row.option].kind == "hosts":
         return True
     return stage.to_owners and (
         OPTIONS[row.option].size > 2 or (stage.shards and LOOPS[row.loop].adds_on_owners)

@@ -108,7 +108,7 @@ class Option:
         of_wrapper: arguments of the wrapper.
         dtype: of the model.
         size: number of ranks.
-        kind: "cuts", "mesh", "classes" or "trained alone"; what needs more than arguments.
+        kind: "cuts", "mesh", "hosts", "classes" or "trained alone"; what needs more than arguments.
         on_request: for rows that are named, not for those in which all pairs meet.
     """
 
@@ -133,6 +133,7 @@ OPTIONS = {
     ),
     "gradients as views": Option(of_wrapper={"gradient_as_bucket_view": True}),
     "static graph": Option(of_wrapper={"static_graph": True}),
+    "hosts": Option(size=4, kind="hosts", on_request=True),
     "two classes": Option(kind="classes"),
     "fused, one bucket": Option({"fused": True, "bucket_cap_mb": 25.0}, {"bucket_cap_mb": 25.0}),
     "momentum, averages": Option(
@@ -231,7 +232,7 @@ class Run:
         if row.model == "complex":
             options["init_sync"] = False  # PyTorch 2.8 cannot broadcast them on gloo
         if stage.wrapper is InRankOrder:
-            return InRankOrder(net, 2 if option.kind == "mesh" else 1, loop.adds_on_owners)
+            return InRankOrder(net, 2 if option.kind in ("mesh", "hosts") else 1, loop.adds_on_owners)
         if not stage.shards:
             return stage.wrapper(net, **options)
         options["accumulate"] = "local" if loop.skips_syncs else "owner"
@@ -377,19 +378,25 @@ def freezing(run: Run) -> None:
 
 
 def joined(run: Run) -> None:
-    """Rank 1 has more inputs than the others, in each of two epochs; in the second there is a closure."""
+    """Rank 1 has more inputs than the others, in each of two epochs; in the second there is a closure.
+
+    Gradients of the last step are zeros, which a rank that has joined cannot see. A schedule runs on the
+    active ranks.
+    """
+    schedule = lr_scheduler.ExponentialLR(run.optimizer, 0.8)
     for epoch in range(2):
         with Join([part for part in (run.model, run.optimizer) if isinstance(part, Joinable)]):
             for step in range(3 if dist.get_rank() == 1 else 1):
 
                 def compute(step: int = 10 * epoch + step) -> Tensor:
                     run.optimizer.zero_grad()
-                    loss = run.loss(step)
+                    loss = run.loss(step) * float(step % 10 < 2)
                     loss.backward()
                     return loss
 
                 if epoch:
                     assert run.optimizer.step(compute) is not None
+                    schedule.step()
                 else:
                     compute()
                     run.optimizer.step()

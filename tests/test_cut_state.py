@@ -19,8 +19,6 @@ from zero_optim.step.averages import EMA
 from zero_optim.step.leaves import MASTER
 from zero_optim.step.state_view import OwnedEntries
 
-# ---------------------------------------------------------------------- rows that are joined
-
 # ---------------------------------------------------------------------- whole states
 
 

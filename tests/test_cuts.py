@@ -48,9 +48,6 @@ def plan_of(
     return make_plan(groups, costs, loads or [0] * num_ranks, cap, bears_cuts=flags, **more)
 
 
-# ---------------------------------------------------------------------- owners bucket by bucket
-
-
 # ---------------------------------------------------------------------- plans
 
 

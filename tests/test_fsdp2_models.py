@@ -1,14 +1,16 @@
 """Models and loops that FSDP2 users have: the bits of the unsharded class on FSDP2's own gradients."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from train_gpt import GPT, Block
 
 from fsdp2 import (
     CLASSES,
@@ -30,33 +32,11 @@ from zero_optim import ZeroRedundancyOptimizer
 BOTH = pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.inward, self.outward = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.outward(torch.nn.functional.gelu(self.inward(self.norm(x))))
-        return result
-
-
-class Gpt(nn.Module):
-    """Embeddings, tied with the last layer, and blocks."""
-
-    def __init__(self, width: int = 12, words: int = 23) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(words, width)
-        self.layers = nn.ModuleList([Block(width) for _ in range(2)])
-        self.head = nn.Linear(width, words, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        result: Tensor = self.head(x)
-        return result
+def make_gpt() -> GPT:
+    """Its last layer is tied with the embeddings."""
+    gpt = GPT(context=6, layers=2, width=12, heads=2)
+    gpt.head.weight = gpt.embedding.weight
+    return gpt
 
 
 def learn(model: nn.Module, step: int) -> None:
@@ -65,22 +45,43 @@ def learn(model: nn.Module, step: int) -> None:
     nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
 
+def make_recomputed() -> nn.Module:
+    model = make_gpt()
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    return model
+
+
+def accumulate(model: Any, step: int) -> None:
+    for number in range(3):
+        model.set_requires_gradient_sync(number == 2)
+        backward(model, 10 * step + number)
+
+
+def mixed(reduced: torch.dtype) -> dict[str, Any]:
+    return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)}
+
+
+# The model, options of `fully_shard`, and the backward passes of a step.
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Callable[[nn.Module, int], None]]] = {
+    "tied embeddings": (make_gpt, {}, learn),
+    "activations computed again": (make_recomputed, {}, learn),
+    "gradients accumulated without sync": (Tower, {}, accumulate),
+    "bf16": (Tower, mixed(torch.bfloat16), backward),
+    "bf16 reduced in fp32": (Tower, mixed(torch.float32), backward),
+    "offloaded": (Tower, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, backward),
+    "not resharded": (Tower, {"reshard_after_forward": False}, backward),
+}
+
+
 @on_ranks(2, 3)
-@BOTH
-def test_a_gpt_with_tied_embeddings_trains(name: str) -> None:
-    optimizer_class, options = CLASSES[name]
-    train_beside(*pair(Gpt, optimizer_class, **options), run=learn)
-
-
-@on_ranks(2)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
-def test_activations_are_computed_again() -> None:
-    def make() -> nn.Module:
-        model = Gpt()
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
-        return model
-
-    train_beside(*pair(make, torch.optim.Adafactor, lr=0.05), run=learn)
+@BOTH
+@pytest.mark.parametrize("case", CASES)
+def test_models_loops_and_policies_of_fsdp2_train_with_the_bits_of_the_unsharded_class(
+    case: str, name: str
+) -> None:
+    (make, sharding, run), (optimizer_class, options) = CASES[case], CLASSES[name]
+    train_beside(*pair(make, optimizer_class, sharding, **options), run=run)
 
 
 # torch.compile warns of its own innards here and there.
@@ -93,8 +94,8 @@ def test_blocks_or_the_model_are_compiled(name: str) -> None:
     for is_whole in (False, True):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()  # of other tests in these processes
-        model, twin = built(Gpt), built(Gpt)
-        for block in () if is_whole else model.layers:
+        model, twin = built(make_gpt), built(make_gpt)
+        for block in () if is_whole else model.blocks:
             block.compile(backend="aot_eager")
         shard(model)
         if is_whole:
@@ -102,36 +103,6 @@ def test_blocks_or_the_model_are_compiled(name: str) -> None:
         optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **options)
         train_beside(model, twin, optimizer, optimizer_class(twin.parameters(), **options), range(3), learn)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-@on_ranks(2)
-@BOTH
-def test_gradients_are_accumulated_without_sync(name: str) -> None:
-    optimizer_class, options = CLASSES[name]
-
-    def accumulate(model: Any, step: int) -> None:
-        for number in range(3):
-            model.set_requires_gradient_sync(number == 2)
-            backward(model, 10 * step + number)
-
-    train_beside(*pair(Tower, optimizer_class, **options), run=accumulate)
-
-
-@on_ranks(2, 3)
-@BOTH
-@pytest.mark.parametrize(
-    "policy",
-    [
-        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)},
-        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
-        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-        {"reshard_after_forward": False},
-    ],
-    ids=["bf16", "bf16 reduced in fp32", "offloaded", "not resharded"],
-)
-def test_policies_of_fsdp2_are_kept(name: str, policy: dict[str, Any]) -> None:
-    optimizer_class, options = CLASSES[name]
-    train_beside(*pair(Tower, optimizer_class, policy, **options))
 
 
 @on_ranks(2)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import CLASSES, Tower, built, pair, shard, train_beside, whole
+from fsdp2 import CLASSES, Tower, assert_equal, built, pair, shard, train_beside, whole
 from pool import Ranks, on_ranks
 from zero_optim import StateMismatchError, ZeroRedundancyOptimizer, checkpoint
 
@@ -79,22 +79,21 @@ def test_a_state_dict_loads_into_a_new_optimizer(name: str) -> None:
 def step_alike(model: nn.Module, twin: nn.Module, optimizer: Any, plain: Any) -> None:
     """Step both with drawn gradients; weights then have equal bits."""
     for number, (param, other) in enumerate(zip(model.parameters(), twin.parameters(), strict=True)):
-        gradient = torch.randn(param.shape, generator=torch.Generator().manual_seed(number))
-        rows = gradient.chunk(dist.get_world_size())
-        here = rows[dist.get_rank()] if dist.get_rank() < len(rows) else gradient[:0]
-        param.grad = DTensor.from_local(
-            here.clone(),
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
-        other.grad = gradient
+        gradient = torch.randn(other.shape, generator=torch.Generator().manual_seed(number))
+        param.grad, other.grad = shard_like(gradient, param), gradient.clone()
     optimizer.step()
     plain.step()
-    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(whole(param.detach()), other)
+    assert_equal(model, twin)
+
+
+def shard_like(gradient: Tensor, param: Tensor) -> Tensor:
+    """The rows of a gradient, where its parameter is sharded."""
+    if not isinstance(param, DTensor):
+        return gradient
+    rows, rank = gradient.chunk(dist.get_world_size()), dist.get_rank()
+    here = rows[rank] if rank < len(rows) else gradient[:0]
+    how = {"run_check": False, "shape": param.shape, "stride": param.stride()}
+    return DTensor.from_local(here.clone(), param.device_mesh, param.placements, **how)
 
 
 def optimizer_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
@@ -102,76 +101,53 @@ def optimizer_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     return {"model": weights, "optimizer": state}
 
 
-def saves(folder: Path, name: str) -> None:
+def saves(folder: Path, name: str, by_dcp: bool) -> None:
     model, twin, optimizer, plain = trained(name)
-    dcp.save(optimizer_state(model, optimizer), checkpoint_id=folder)
+    if by_dcp:
+        dcp.save(optimizer_state(model, optimizer), checkpoint_id=folder / "saved")
+    else:
+        checkpoint.save(folder / "saved", model=model, optimizer=optimizer)
     if dist.get_rank() == 0:
         torch.save((twin.state_dict(), plain.state_dict()), folder / "plain.pt")
 
 
-def loads(folder: Path, name: str) -> None:
-    optimizer_class, options = CLASSES[name]
-    model, twin, optimizer, plain = pair(free, optimizer_class, **options)
+def loads_by_dcp(folder: Path, model: nn.Module, optimizer: Any) -> None:
     before = [whole(param.detach()).clone() for param in model.parameters()]
     state = optimizer_state(model, optimizer)
     for param, value in zip(model.parameters(), before, strict=True):
         assert torch.equal(whole(param.detach()), value)  # though DCP has stepped for the state
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    weights, of_plain = torch.load(folder / "plain.pt", weights_only=False)
-    twin.load_state_dict(weights)
-    plain.load_state_dict(of_plain)
-    assert_equal_state(optimizer.state_dict()["state"], plain.state_dict()["state"], model)
-    step_alike(model, twin, optimizer, plain)
 
 
-@not_late
-@pytest.mark.parametrize("name", ["AdamW", "Adafactor", "Shampoo"])
-def test_dcp_loads_the_bits_on_another_number_of_ranks(
-    ranks2: Ranks, ranks3: Ranks, tmp_path: Path, name: str
-) -> None:
-    ranks2.run(saves, tmp_path, name)
-    ranks3.run(loads, tmp_path, name)
-
-
-def saves_ours(folder: Path, name: str) -> None:
-    model, twin, optimizer, plain = trained(name)
-    checkpoint.save(folder / "saved", model=model, optimizer=optimizer)
-    if dist.get_rank() == 0:
-        torch.save((twin.state_dict(), plain.state_dict()), folder / "plain.pt")
-
-
-def loads_ours(folder: Path, name: str, is_sharded: bool) -> None:
+def loads(folder: Path, name: str, by_dcp: bool, is_sharded: bool = True) -> None:
     optimizer_class, options = CLASSES[name]
     model, twin, optimizer, plain = pair(free, optimizer_class, **options)
     if not is_sharded:
         model = built(free, 1)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **options)
-    checkpoint.load(folder / "saved", model=model, optimizer=optimizer)
+    if by_dcp:
+        loads_by_dcp(folder / "saved", model, optimizer)
+    else:
+        checkpoint.load(folder / "saved", model=model, optimizer=optimizer)
     weights, of_plain = torch.load(folder / "plain.pt", weights_only=False)
     twin.load_state_dict(weights)
     plain.load_state_dict(of_plain)
-    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(whole(param.detach()), other)
-    if is_sharded:
-        step_alike(model, twin, optimizer, plain)
-    else:
-        for number, (param, other) in enumerate(zip(model.parameters(), twin.parameters(), strict=True)):
-            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(number))
-            other.grad = param.grad.clone()
-        optimizer.step()
-        plain.step()
-        for param, other in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(param, other)
+    assert_equal(model, twin)
+    if by_dcp:
+        assert_equal_state(optimizer.state_dict()["state"], plain.state_dict()["state"], model)
+    step_alike(model, twin, optimizer, plain)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor", "Shampoo"])
-def test_our_checkpoints_load_on_another_number_of_ranks_and_without_fsdp2(
-    ranks2: Ranks, ranks3: Ranks, tmp_path: Path, name: str
+@pytest.mark.parametrize("by_dcp", [pytest.param(True, marks=not_late), False], ids=["DCP", "ours"])
+def test_checkpoints_load_on_another_number_of_ranks_and_ours_without_fsdp2(
+    ranks2: Ranks, ranks3: Ranks, tmp_path: Path, by_dcp: bool, name: str
 ) -> None:
-    ranks2.run(saves_ours, tmp_path, name)
-    ranks3.run(loads_ours, tmp_path, name, True)
-    ranks2.run(loads_ours, tmp_path, name, False)
+    ranks2.run(saves, tmp_path, name, by_dcp)
+    ranks3.run(loads, tmp_path, name, by_dcp)
+    if not by_dcp:
+        ranks2.run(loads, tmp_path, name, by_dcp, False)
 
 
 @not_late

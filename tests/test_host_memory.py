@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zero_optim
-from overlap import Setting, plain_step
 from pool import on_ranks
 from processes import stat
 from rows import start_sum_of
@@ -123,19 +122,6 @@ def test_rows_are_those_that_sockets_bring(dtype: torch.dtype) -> None:
         result.append(group.all_gather_rows(torch.full((5,), group.rank, dtype=torch.uint8)))
         results.append(result)
     assert_same_bits(results[1], results[0])
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("gradients", ["everywhere", "owners"])
-def test_a_step_in_the_backward_pass_has_the_same_bits(gradients: str) -> None:
-    models = []
-    for in_memory in (False, True):
-        assert zero_optim.share_host_memory(in_memory) is in_memory
-        model, optimizer = Setting("ours", zero={"gradients": gradients}).build(overlap=True)
-        for step in range(3):
-            plain_step(model, optimizer, step)
-        models.append(list(model.parameters()))
-    assert_same_bits(models[1], models[0])
 
 
 @on_ranks(2)

@@ -36,24 +36,32 @@ def batches(rank: int, count: int) -> Iterator[Tensor]:
 
 
 @on_ranks(2)
-def test_uneven_inputs_without_ddp_and_training_afterwards() -> None:
-    """Without DDP: each rank's own gradient of a common loss, so that they are equal."""
+@pytest.mark.parametrize("clips", [False, True])
+def test_uneven_inputs_without_ddp_and_training_afterwards(clips: bool) -> None:
+    """Without DDP: each rank's own gradient of a common loss, so that they are equal.
+
+    The optimizer itself tells ``Join``, by whichever call comes first, and clips twice.
+    """
     model, sharded = made(momentum=0.9)
     plain_model = copy.deepcopy(model)
     plain = torch.optim.SGD(plain_model.parameters(), lr=0.1, momentum=0.9)
     rank, size = dist.get_rank(), dist.get_world_size()
-    data = list(batches(0, 2 + size))
 
-    def train(net: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
-        for batch in data[:count]:
+    def train(net: nn.Module, optimizer: Any, count: int) -> None:
+        clip = getattr(optimizer, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, [*net.parameters()]))
+        for batch in batches(0, count):
             optimizer.zero_grad()
             net(batch).square().mean().backward()
+            if clips:
+                clip(0.3, "inf")  # as PyTorch takes it
+                clip(torch.tensor(0.2))  # likewise
             optimizer.step()
 
-    train(plain_model, plain, 1 + size)
-    with Join([sharded]):
-        train(model, sharded, 2 + rank)
-    assert_same_bits(list(model.parameters()), list(plain_model.parameters()))
+    for _ in range(2):
+        train(plain_model, plain, 1 + size)
+        with Join([sharded]):
+            train(model, sharded, 2 + rank)
+        assert_same_bits(list(model.parameters()), list(plain_model.parameters()))
     train(plain_model, plain, 2)  # and the loop after the context goes on as ever
     train(model, sharded, 2)
     assert_same_bits(list(model.parameters()), list(plain_model.parameters()))
@@ -159,30 +167,6 @@ def test_an_epoch_after_uneven_inputs_begins_without_the_gradients_of_other_rank
                     optimizer.zero_grad(set_to_none=set_to_none)
     assert norms[0] == norms[1]
     assert_same_bits(list(models[1].parameters()), list(models[0].parameters()))
-
-
-@on_ranks(2)
-def test_gradients_are_clipped_inside_join_without_ddp() -> None:
-    """Without DDP the optimizer itself tells ``Join``, by whichever call comes first, and clips twice."""
-    model, sharded = made()
-    plain_model = copy.deepcopy(model)
-    plain = torch.optim.SGD(plain_model.parameters(), lr=0.1)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for _ in range(2):
-        for batch in batches(0, 1 + size):
-            plain.zero_grad()
-            plain_model(batch).square().mean().backward()
-            nn.utils.clip_grad_norm_(plain_model.parameters(), 0.3, math.inf)
-            nn.utils.clip_grad_norm_(plain_model.parameters(), 0.2)
-            plain.step()
-        with Join([sharded]):
-            for batch in batches(0, 2 + rank):
-                sharded.zero_grad()
-                model(batch).square().mean().backward()
-                sharded.clip_grad_norm_(0.3, "inf")  # type: ignore[arg-type] # as PyTorch takes it
-                sharded.clip_grad_norm_(torch.tensor(0.2))  # type: ignore[arg-type] # likewise
-                sharded.step()
-    assert_same_bits(list(model.parameters()), list(plain_model.parameters()))
 
 
 @on_ranks(2)

@@ -8,28 +8,26 @@ import signal
 import threading
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
-from overlap import WRAPPERS, Setting, assert_same_run, plain_step
+from overlap import Setting, assert_same_run, plain_step
+from parity_runs import STAGES, Row, Run, Stage
 from pool import Ranks, on_ranks
 from stalling import about_to_stall, outcomes
 from training import TORCH
 from waiting import LIMIT, wait_until
-from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
+from zero_optim import RemoteRankError
 from zero_optim.comm import agreement
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside, lease
 from zero_optim.compat.autograd import timeout_of
-from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel
 from zero_optim.health.watchdog import watching
-from zero_optim.hooks import zero_step
 
 set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # which warns from PyTorch 2.14 on
 MOST_LANES = 18  # those made freely, and two more of the last user
@@ -45,12 +43,11 @@ def num_threads_and_descriptors() -> tuple[int, int]:
     return len(threads), len(descriptors)
 
 
-def build_train_and_drop(wrapper: str, how: str) -> None:
-    net = nn.Linear(8, 8)
-    model = WRAPPERS[wrapper](net)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
-    model.register_comm_hook(None, zero_step(optimizer, gradients=how))  # type: ignore[no-untyped-call, arg-type]
-    model(torch.ones(2, 8)).sum().backward()
+def build_train_and_drop(stage: Stage) -> None:
+    """Build a run with gradients to owners, and take a step."""
+    run = Run.of(Row("", "tower", "ordinary", "plain"), stage)
+    run.loss(0).backward()
+    run.optimizer.step()
 
 
 @on_ranks(2)
@@ -58,7 +55,7 @@ def test_building_again_and_again_takes_no_more_threads_and_descriptors() -> Non
     """Optimizers go when garbage is collected; so many lanes are made before it is, and no more."""
     before = num_threads_and_descriptors()
     for _ in range(MOST_LANES):
-        build_train_and_drop("torch", "owners")
+        build_train_and_drop(Stage(TorchDdp, STAGES["overlap, owners"].hook))
     # A thread that has been waited for stays in the system's list for a moment.
     wait_until(lambda: num_threads_and_descriptors()[0] - before[0] <= MOST_LANES * THREADS_OF_A_LANE)
     threads, descriptors = (
@@ -68,33 +65,16 @@ def test_building_again_and_again_takes_no_more_threads_and_descriptors() -> Non
     assert descriptors <= MOST_LANES * DESCRIPTORS_OF_A_LANE + 8, (threads, descriptors)  # 8 for whatever
 
 
-def build_with_gradients_to_owners(kind: str) -> None:
-    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    optimizer: ZeroRedundancyOptimizer
-    model: Any
-    if kind == "zero_step":
-        build_train_and_drop("ours", "owners")
-        return
-    if kind == "gradients sharded":
-        optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1)
-        model = ShardedDataParallel(net, optimizer)
-    else:
-        model = FullyShardedDataParallel(net)
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
-    model(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
-
-
 @on_ranks(3)
-@pytest.mark.parametrize("kind", ["gradients sharded", "parameters sharded", "zero_step"])
-def test_lanes_on_which_gradients_went_to_owners_are_lent_again(kind: str) -> None:
-    build_with_gradients_to_owners(kind)
+@pytest.mark.parametrize("stage", ["gradients", "fully, wrapped first", "overlap, owners"])
+def test_lanes_on_which_gradients_went_to_owners_are_lent_again(stage: str) -> None:
+    build_train_and_drop(STAGES[stage])
     gc.collect()
     dist.barrier()  # so every rank has dropped the lanes, and all of them are free for the second build
     num_lanes = len(c10d._world.pg_map)
     before = num_threads_and_descriptors()
     for number in range(5):
-        build_with_gradients_to_owners(kind)
+        build_train_and_drop(STAGES[stage])
         gc.collect()
         dist.barrier()
         assert len(c10d._world.pg_map) == num_lanes, number

@@ -1,22 +1,19 @@
 """The backend that lies in wait: it finds waits that are missing, and right code does not notice it."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 import late_backend
 from forked import fork_context
+from parity import trained
 from pool import Pool, RankError
-from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.works import Work
-from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel, unsharded
-from zero_optim.hooks import zero_step
 
 
 @pytest.fixture(scope="module")
@@ -57,47 +54,15 @@ def test_outputs_are_nan_until_somebody_waits_and_inputs_are_read_late(late_pool
     assert late_pool.run(2, an_input_written_too_early) == [7.0, 7.0]
 
 
-def build(kind: str) -> tuple[nn.Module, nn.Module, ZeroRedundancyOptimizer]:
-    """A small model, the wrapper that trains it, and the optimizer."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05, bucket_cap_mb=0.0005)
-    if kind == "sharded":
-        return model, ShardedDataParallel(model, optimizer), optimizer
-    if kind == "fully":
-        return model, FullyShardedDataParallel(model, optimizer, units=[model[2], model[4]]), optimizer
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
-    if kind == "overlap":
-        ddp.register_comm_hook(None, zero_step(optimizer))
-    if kind == "owners":
-        ddp.register_comm_hook(None, zero_step(optimizer, gradients="owners"))
-    if kind == "lazy":
-        optimizer.gather_lazily(model)
-    return model, ddp, optimizer
-
-
-def train(kind: str) -> list[Tensor]:
-    """Trains a small model for some steps, and returns its parameters."""
-    model, wrapper, optimizer = build(kind)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(5):
-        optimizer.zero_grad()
-        wrapper(torch.randn(4, 6, generator=generator)).square().mean().backward()
-        optimizer.step()
-    optimizer.wait_for_gathers()
-    with unsharded(model) if kind == "fully" else nullcontext():
-        return [param.detach().clone() for param in model.parameters()]
-
-
 def trained_right(kind: str) -> bool:
     """Whether parameters are finite, and the same on both ranks."""
-    params = torch.cat([param.flatten() for param in train(kind)])
+    params = torch.cat([param.flatten() for param in trained(kind)])
     other = params.clone()
     dist.broadcast(other, 0)
     return bool(params.isfinite().all() and torch.equal(params, other))
 
 
-KINDS = ["plain", "overlap", "owners", "lazy", "sharded", "fully"]
+KINDS = ["views", "overlap", "overlap, owners", "lazy", "gradients", "fully"]
 
 
 def trained_without_waits(kind: str, phase: str) -> bool:
@@ -112,7 +77,7 @@ def trained_without_waits(kind: str, phase: str) -> bool:
         return trained_right(kind)
 
 
-@pytest.mark.parametrize("kind", ["plain", "lazy", "fully"])
+@pytest.mark.parametrize("kind", ["views", "lazy", "fully"])
 def test_a_missing_wait_for_gathers_is_found(late_pool: Pool, kind: str) -> None:
     with suppress(RankError):  # found as well: stamps are garbage
         assert late_pool.run(2, trained_without_waits, kind, "gather") != [True, True]

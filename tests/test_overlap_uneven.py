@@ -6,7 +6,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
-from torch.optim import lr_scheduler
 
 from overlap import (
     WRAPPERS,
@@ -23,7 +22,6 @@ from overlap import (
     run_either_way,
 )
 from pool import on_ranks
-from training import assert_same_state, whole
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.hooks import hook_with_zero_step, hook_with_zero_step_interleaved, zero_step
 
@@ -58,33 +56,6 @@ def check_unused(wrapper: str, mode: str, factor: float) -> None:
 def test_unused_parameters_are_left_alone_without_step(wrapper: str, inline: bool) -> None:
     for mode, factor in (("find_unused_parameters", 0.0), ("static_graph", 1.0)):
         run_either_way(inline, check_unused, wrapper, mode, factor)
-
-
-# ---------------------------------------------------------------------- Join
-
-
-def check_uneven(wrapper: str, first_is_longest: bool) -> None:
-    """Gradients are zeros, which a rank that has joined cannot see; a scheduler runs on the active ranks."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    runs = [Setting(wrapper).build(overlap) for overlap in (False, True)]
-    for model, optimizer in runs:
-        schedule = lr_scheduler.ExponentialLR(optimizer, 0.8)
-        with Join([model, optimizer]):  # type: ignore[list-item]
-            for number in range(2 + (size - 1 - rank if first_is_longest else rank)):
-                optimizer.zero_grad()
-                (loss_of(model, number) * 0.0).backward()
-                optimizer.step()
-                schedule.step()
-    (plain, one), (model, other) = runs
-    assert_same_params(model, plain)
-    assert_same_state(whole(other), whole(one))
-
-
-@on_ranks(2)
-@either_way
-@both_wrappers
-def test_uneven_inputs_give_the_same_bits(wrapper: str, inline: bool) -> None:
-    run_either_way(inline, check_uneven, wrapper, wrapper == "ours")
 
 
 @on_ranks(2)

@@ -1,14 +1,17 @@
 """A sharded run gives the bits of the unsharded run: one table of rows, and what no row shows."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from cuts import cut_over
 from parity import assert_rows, batches
 from parity_runs import OPTIONS, Row
 from pool import Pool, on_ranks
-from training import assert_same_bits, assert_same_state, make_params, set_grads, train_both, twin
+from training import assert_same_bits, assert_same_state, make_params, set_grads, sgd, train_both, twin
 from zero_optim import NotConsolidatedError, ZeroRedundancyOptimizer
 
 BATCHES = batches()
@@ -44,6 +47,7 @@ def test_more_ranks_than_parameters_train() -> None:
     assert (len(sharded.owned_parameters()) == 1) == (dist.get_rank() == 0)
     assert (sharded.state_nbytes() > 0) == (dist.get_rank() == 0)
     sharded.consolidate_state_dict(to=dist.get_world_size() - 1)
+    sgd(make_params(((0,),))).step()  # and more than elements
 
 
 @on_ranks(4)
@@ -83,10 +87,11 @@ def test_data_replaced_by_the_user_is_taken_over_or_refused(view: bool) -> None:
 
 
 @on_ranks(2)
-def test_autograd_notices_that_a_step_changed_parameters_on_every_rank() -> None:
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
-    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    loss = model(torch.ones(2, 4)).sum()
+@pytest.mark.parametrize("build", [ZeroRedundancyOptimizer, cut_over], ids=["whole", "cut"])
+def test_autograd_notices_that_a_step_changed_parameters_on_every_rank(build: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 32, bias=False), nn.Tanh(), nn.Linear(32, 8, bias=False))
+    sharded = build(model.parameters(), torch.optim.SGD, lr=0.1)
+    loss = model(torch.ones(2, 8)).sum()
     loss.backward(retain_graph=True)
     sharded.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -5,20 +5,22 @@ A step that is skipped is not reached, as with the classes of ``torch.optim``.
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parity_models import MODELS
+from parity_runs import STAGES, Row, Run
 from pool import on_ranks
 from training import agreeing_scaler, assert_same_bits, make_params, params_of, set_grads, sgd
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
+from zero_optim.ddp import ShardedDataParallel
 from zero_optim.errors import RankMismatchError
-from zero_optim.hooks import reduce_to_owners
 from zero_optim.step.partial import OwnedGradient, PartialGradient
 
 TorchDDP = nn.parallel.DistributedDataParallel
@@ -37,28 +39,12 @@ class Net(nn.Module):
         return outputs.square().mean() + gradient * self.last.bias[0]
 
 
-def to_owners(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> nn.Module:
-    wrapped = TorchDDP(model)
-    wrapped.register_comm_hook(None, reduce_to_owners(optimizer))
-    return wrapped
-
-
-WRAPPERS: dict[str, Callable[[Any, ZeroRedundancyOptimizer], nn.Module]] = {
-    "PyTorch's DDP": lambda model, _: TorchDDP(model),
-    "DDP": lambda model, _: DistributedDataParallel(model),
-    "gradients sharded": ShardedDataParallel,
-    "gradients to owners": to_owners,
-    "fully sharded": FullyShardedDataParallel,
-}
+WAYS = "views", "lazy", "gradients", "to owners, torch's DDP", "fully"
 
 
 def new_scaler(kind: Any = torch.amp.GradScaler) -> torch.amp.GradScaler:
     made: torch.amp.GradScaler = kind("cpu", init_scale=2.0**8, growth_interval=2)
     return made
-
-
-def sharded_adamw(model: nn.Module) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
 
 
 def note_steps(optimizer: torch.optim.Optimizer) -> list[int]:
@@ -94,27 +80,27 @@ def train(
 
 def scales_alike(ways: Iterable[str], unscales: bool, kind: Any = torch.amp.GradScaler) -> None:
     plain = TorchDDP(Net())
-    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=0.05), new_scaler(), unscales)
+    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=0.01), new_scaler(), unscales)
     assert [calls for calls, _ in expected] == [1, 1, 1, 2, 3]
     for way in ways:
-        model = Net()
-        optimizer = sharded_adamw(model)
-        wrapped = WRAPPERS[way](model, optimizer)
-        assert train(wrapped, optimizer, new_scaler(kind), unscales) == expected, way
-        assert not {"found_inf", "grad_scale"} & set(vars(optimizer)), way
-        got = wrapped.state_dict().values() if way == "fully sharded" else model.parameters()
+        with mock.patch.dict(MODELS, odd=Net):
+            run = Run.of(Row(way, "odd", "ordinary", "plain"), STAGES[way])
+        assert train(run.model, run.optimizer, new_scaler(kind), unscales) == expected, way
+        assert not {"found_inf", "grad_scale"} & set(vars(run.optimizer)), way
+        run.optimizer.wait_for_gathers()
+        got = run.model.state_dict().values() if way == "fully" else run.net.parameters()
         assert_same_bits([value.detach() for value in got], list(plain.parameters()), way)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("unscales", [False, True], ids=["step", "unscale_"])
 def test_a_step_that_a_scaler_skips_is_not_reached_on_any_rank(unscales: bool) -> None:
-    scales_alike(WRAPPERS, unscales)
+    scales_alike(WAYS, unscales)
 
 
 @on_ranks(2)
 def test_pytorchs_scaler_for_shards_comes_to_the_same() -> None:
-    scales_alike(["DDP", "gradients sharded"], True, agreeing_scaler)
+    scales_alike(["lazy", "gradients"], True, agreeing_scaler)
 
 
 # ---------------------------------------------------------------------- who owns what
@@ -161,7 +147,7 @@ def test_an_infinity_is_heard_of_where_one_rank_owns_every_gradient_of_a_kind(ki
 @on_ranks(2)
 def test_a_gradient_that_its_owner_alone_has_is_an_ordinary_tensor_to_all_others() -> None:
     model = Net()
-    optimizer = sharded_adamw(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
     wrapped = ShardedDataParallel(model, optimizer)
     wrapped(torch.ones(1, 6), 0.5).backward()
     grads = [param.grad for param in optimizer.owned_parameters()]

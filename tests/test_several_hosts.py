@@ -12,22 +12,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import zero_optim
+from parity import assert_row
+from parity_runs import Row
 from pool import on_ranks
 from rows import start_sum_of
 from stalling import TIMEOUT, be_lost, let_go_on, linear, outcomes, sharded, with_gradients
 from test_unit_marks import UNEVEN, trained
 from training import assert_same_bits
-from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.comm.row_sum import start_row_sum
 from zero_optim.comm.sending import spread_rows
 from zero_optim.comm.traffic import Phase
-from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
-from zero_optim.hooks import zero_step
+from zero_optim.ddp import FullyShardedDataParallel
 from zero_optim.host.several_hosts import SeveralHosts
 from zero_optim.plan.slices import Slices
 
@@ -177,55 +177,15 @@ def test_of_rows_with_other_tags_the_heads_come_and_the_next_call_goes_on(tags: 
         assert torch.equal(total, torch.full((1000,), 4.0))
 
 
-def built(recipe: str) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(7, 40), nn.Tanh(), nn.Linear(40, 33), nn.Tanh(), nn.Linear(33, 3)).double()
-    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1, bucket_cap_mb=0.005)
-    if recipe == "gradients sharded":
-        wrapped: nn.Module = ShardedDataParallel(net, optimizer)
-    elif recipe == "parameters sharded":
-        return FullyShardedDataParallel(net, optimizer, units=[net[0], net[2]]), optimizer
-    else:
-        wrapped = ours = DistributedDataParallel(net, bucket_cap_mb=0.005)
-        if recipe == "zero_step":
-            ours.register_comm_hook(None, zero_step(optimizer, gradients="owners", ddp=ours))
-    if recipe == "gradients sharded":
-        optimizer.gather_lazily(wrapped)
-    return wrapped, optimizer
+RECIPES = "lazy", "overlap, owners", "gradients, lazy", "fully"
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("recipe", ["plain", "zero_step", "gradients sharded", "parameters sharded"])
-def test_every_recipe_trains_as_on_one_rank(recipe: str) -> None:
-    """In float64 with a tolerance: on one rank the terms of a sum have another order."""
-    with on_hosts("2 x 2") as group:
-        model, optimizer = built(recipe)
-        batches = torch.randn(5, group.size, 6, 7, generator=torch.Generator().manual_seed(1)).double()
-        torch.manual_seed(0)
-        alone = nn.Sequential(nn.Linear(7, 40), nn.Tanh(), nn.Linear(40, 33), nn.Tanh(), nn.Linear(33, 3))
-        alone.double()
-        reference = torch.optim.AdamW(alone.parameters(), lr=0.1)
-        for batch in batches:
-            model(batch[group.rank]).square().mean().backward()
-            alone(batch.flatten(0, 1)).square().mean().backward()
-            if recipe != "zero_step":
-                norm = optimizer.clip_grad_norm_(0.1)
-                expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-                torch.testing.assert_close(norm.cpu().double(), expected, rtol=1e-9, atol=0)
-            optimizer.step()
-            optimizer.zero_grad()
-            reference.step()
-            reference.zero_grad()
-        if isinstance(model, FullyShardedDataParallel):
-            state = model.state_dict()
-        else:
-            optimizer.wait_for_gathers()
-            state = getattr(model, "module", model).state_dict()
-        got = [value.clone() for value in state.values()]
-        for mine, wanted in zip(got, alone.state_dict().values(), strict=True):
-            torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-12)
-        rows = group.all_gather_rows(torch.cat([each.flatten() for each in got]).view(torch.uint8))
-        assert all(torch.equal(row, rows[0]) for row in rows)
+@pytest.mark.parametrize("stage", RECIPES)
+def test_every_recipe_trains_with_sums_inside_hosts_then_across(stage: str) -> None:
+    with on_hosts("2 x 2"):
+        for loop in ("ordinary",) if "overlap" in stage else ("ordinary", "clipped"):
+            assert_row(Row(stage, "tower", loop, "hosts"))
 
 
 @on_ranks(3)

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from parity import trained
 from pool import on_ranks
 from training import assert_same_bits, params_of, set_grads
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
 from zero_optim.comm.backends import TRANSPORTS
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.sending import gather_slices
-from zero_optim.ddp import FullyShardedDataParallel, unsharded
 from zero_optim.plan.slices import Slices
 from zero_optim.shard.row_storage import RowStorage
 
@@ -88,21 +88,8 @@ def test_a_step_has_the_same_bits(kind: str, view: bool) -> None:
             optimizer.step()
 
 
-def trained() -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
-    wrapped = FullyShardedDataParallel(model, optimizer, units=[model[2]])
-    for _ in range(3):
-        optimizer.zero_grad()
-        wrapped(torch.ones(4, 6) + dist.get_rank()).square().mean().backward()
-        optimizer.step()
-    with unsharded(model):
-        return [param.detach().clone() for param in model.parameters()]
-
-
 @on_ranks(2, 3)
 def test_units_have_the_same_bits() -> None:
-    expected = trained()
+    expected = trained("fully")
     with as_slices(), mock.patch.object(RowStorage, "read", side_effect=AssertionError("a row was copied")):
-        assert_same_bits(trained(), expected)
+        assert_same_bits(trained("fully"), expected)

@@ -13,12 +13,11 @@ from torch.distributed.algorithms.join import Join
 
 from breaking import Breaks, BreaksAnywhere
 from fake_streams import without_thread
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from training import assert_equal_on_all_ranks, params_of
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.errors import RankMismatchError, RemoteRankError
-from zero_optim.health.stamp import Stamp
 from zero_optim.hooks import zero_step
 
 
@@ -203,21 +202,23 @@ def lazy() -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     return model, ZeroRedundancyOptimizer(model.parameters(), Breaks, lr=0.125, gather_lazily=model)
 
 
-@on_ranks(2)
-def test_a_failure_in_a_step_that_gathers_lazily_is_told_in_the_next_forward_pass() -> None:
-    model, optimizer = lazy()
-    for _ in range(2):
-        model(torch.ones(1, 4))
+def check_late(*, is_lazy: bool) -> None:
+    """Ranks hear of a step in the next one, or in the forward pass before it."""
+    model, optimizer = lazy() if is_lazy else (nn.Identity(), make(Breaks))
+    step(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
+    step(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 1.5"):
         step(optimizer)
     optimizer.optim.breaks = True
-    model(torch.ones(1, 4))
     fails = dist.get_rank() == 1
     with pytest.raises(ArithmeticError) if fails else nullcontext():
         step(optimizer)
+    optimizer.optim.breaks = False
     heard = pytest.raises(RemoteRankError, match=r"rank 1 failed with ArithmeticError in step\(\)")
     with nullcontext() if fails else heard:
-        model(torch.ones(1, 4))
-    optimizer.optim.breaks = False
+        model(torch.ones(1, 4)) if is_lazy else step(optimizer)
     model(torch.ones(1, 4))
     step(optimizer)
     optimizer.wait_for_gathers()
@@ -225,17 +226,13 @@ def test_a_failure_in_a_step_that_gathers_lazily_is_told_in_the_next_forward_pas
 
 
 @on_ranks(2)
-def test_a_rate_that_differed_in_a_step_that_gathers_lazily_raises_in_the_next() -> None:
-    model, optimizer = lazy()
-    step(optimizer)
-    optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
-    step(optimizer)
-    optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 1.5"):
-        step(optimizer)
-    step(optimizer)
-    model(torch.ones(1, 4))
-    check_equal(optimizer)
+def test_a_step_that_gathers_lazily_is_told_in_the_next_forward_pass_or_step() -> None:
+    check_late(is_lazy=True)
+
+
+@on_ranks(2)
+def test_on_an_accelerator_stamps_are_looked_at_one_step_later() -> None:
+    without_thread(partial(check_late, is_lazy=False))
 
 
 def overlapped() -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
@@ -251,7 +248,9 @@ def iterate(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
     optimizer.step()
 
 
-def check_rate_in_overlapped_step(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
+@on_ranks(2)
+def test_a_rate_that_differs_in_an_overlapped_step_is_named_by_step() -> None:
+    model, optimizer = overlapped()
     iterate(model, optimizer)
     optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
     model(torch.ones(1, 4)).sum().backward()
@@ -259,38 +258,8 @@ def check_rate_in_overlapped_step(model: nn.Module, optimizer: ZeroRedundancyOpt
     with pytest.raises(RankMismatchError, match=match):
         optimizer.step()
     check_equal(optimizer)
-
-
-@on_ranks(2)
-def test_a_rate_that_differs_in_an_overlapped_step_is_named_by_step() -> None:
-    model, optimizer = overlapped()
-    check_rate_in_overlapped_step(model, optimizer)
     optimizer.param_groups[0]["lr"] = 0.5
     iterate(model, optimizer)
-
-
-def check_late() -> None:
-    """The CPU passes for an accelerator."""
-    optimizer = make(Breaks)
-    step(optimizer)
-    optimizer.param_groups[0]["lr"] = 0.5 + dist.get_rank()
-    step(optimizer)
-    optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(RankMismatchError, match=r"rank 0 has 0.5; rank 1 has 1.5"):
-        step(optimizer)
-    optimizer.optim.breaks = True
-    fails = dist.get_rank() == 1
-    with pytest.raises(ArithmeticError) if fails else nullcontext():
-        step(optimizer)
-    optimizer.optim.breaks = False
-    heard = pytest.raises(RemoteRankError, match=r"rank 1 failed with ArithmeticError in step\(\)")
-    with nullcontext() if fails else heard:
-        step(optimizer)
-    check_equal(optimizer)
-
-
-def test_on_an_accelerator_stamps_are_looked_at_one_step_later(ranks2: Ranks) -> None:
-    ranks2.run(without_thread, check_late)
 
 
 @on_ranks(2)
@@ -311,7 +280,3 @@ def test_ranks_that_ran_out_of_inputs_are_lent_the_options() -> None:
             step(optimizer)
     step(optimizer)
     check_equal(optimizer)
-
-
-def stamp(number: int = 3, name: str = "step()", *, failed: bool = False) -> Stamp:
-    return Stamp(0, failed, number, b"options!", name.encode())

@@ -16,10 +16,13 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import test_several_hosts as in_memory
+from parity import assert_row
+from parity_runs import Row, Run, Stage
 from pool import Ranks, on_ranks
 from rows import start_sum_of
-from streams_runs import Found, Run, on_model
-from test_several_hosts import added, built, places
+from streams_runs import Found, on_model
+from streams_runs import Run as RunOnStreams
+from test_several_hosts import RECIPES, added, places
 from test_streams_runs import LOOPS, STAGES
 from training import assert_same_bits
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
@@ -29,7 +32,7 @@ from zero_optim.comm.backends import TRANSPORTS
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.row_sum import start_row_sum
 from zero_optim.comm.sending import gather_slices
-from zero_optim.ddp import FullyShardedDataParallel, unsharded
+from zero_optim.ddp import DistributedDataParallel
 from zero_optim.host.meeting import Met
 from zero_optim.plan.slices import Slices
 
@@ -187,41 +190,23 @@ def test_a_host_sends_each_byte_once(hosts: int, here: int) -> None:
 # ---------------------------------------------------------------------- recipes
 
 
-def trained(recipe: str) -> list[Tensor]:
-    model, optimizer = built(recipe)
-    for number in range(3):
-        optimizer.zero_grad()
-        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
-        model(torch.randn(6, 7, generator=generator).double()).square().mean().backward()
-        optimizer.step()
-    optimizer.wait_for_gathers()
-    if isinstance(model, FullyShardedDataParallel):
-        with unsharded(model):
-            return [param.detach().clone() for param in model.parameters()]
-    return [param.detach().clone() for param in model.parameters()]
-
-
-def trained_in_all(through: str) -> dict[str, list[Tensor]]:
+@on_ranks(4)
+@pytest.mark.parametrize("through", ["groups", "memory"])
+def test_recipes_train_with_the_same_bits_through_groups_and_memory(through: str) -> None:
+    """Those of sums inside hosts, then across; `test_several_hosts` compares them through memory."""
     with (in_memory.on_hosts if through == "memory" else on_hosts)("2 x 2") as group:
-        got = {recipe: trained(recipe) for recipe in ("zero_step", "gradients sharded", "parameters sharded")}
-        model, optimizer = built("plain")
-        text = str(optimizer.explain())
+        run = Run.of(Row("lazy", "tower", "ordinary", "hosts"), Stage(DistributedDataParallel))
+        text = str(run.optimizer.explain())
         assert "2 hosts of 2 ranks: sums go inside a host, then across" in text, text
         if through == "memory":
-            return got
-        model(torch.ones(1, 7).double()).sum().backward()
+            return
+        for stage in RECIPES[1:]:
+            assert_row(Row(stage, "tower", "ordinary", "hosts"))
+        run.loss(0).backward()
         if group.rank == 1:
-            optimizer.optim.step = mock.Mock(side_effect=ArithmeticError("on purpose"))
+            run.optimizer.optim.step = mock.Mock(side_effect=ArithmeticError("on purpose"))
         with pytest.raises(ArithmeticError if group.rank == 1 else RemoteRankError, match="on purpose"):
-            optimizer.step()
-        return got
-
-
-def test_sums_to_owners_train_with_the_same_bits_through_groups_and_memory(ranks4: Ranks) -> None:
-    expected = ranks4.run(trained_in_all, "memory")[0]["zero_step"]
-    for of_rank in ranks4.run(trained_in_all, "groups"):
-        for recipe, params in of_rank.items():
-            assert_same_bits(params, expected, recipe)
+            run.optimizer.step()
 
 
 @on_ranks(4)
@@ -240,9 +225,9 @@ def test_where_hosts_cannot_send_in_two_levels_explain_says_why() -> None:
 
 
 def races_of(run: dict[str, Any]) -> list[Found]:
-    def make() -> Run:
+    def make() -> RunOnStreams:
         found_again()  # the groups' stream is one of the model, or none
-        return Run(**run)
+        return RunOnStreams(**run)
 
     with on_hosts("2 x 2"):
         return on_model(make, is_nccl=True)

@@ -244,37 +244,13 @@ def test_what_gloo_raises_without_its_source_file_is_told_from_what_hooks_raise(
     assert not raised_by_backend(RuntimeError("timeout"))
 
 
-class Never:
-    """The handle of a work that does not end."""
-
-    def is_completed(self) -> bool:
-        return False
-
-    def wait(self) -> object:
-        raise AssertionError("somebody waited")
-
-
-class Broken(Never):
-    """The handle of a work on a device that has failed."""
-
-    def is_completed(self) -> bool:
-        raise RuntimeError("device-side assert")
-
-    def exception(self) -> object:
-        return RuntimeError("device-side assert")
-
-
-class Lost(Never):
-    """The handle of a work on a device that another rank has left."""
-
-    def is_completed(self) -> bool:
-        return True
-
-    def exception(self) -> object:
-        return RuntimeError("remote process exited or there was a network error: connection closed")
-
-
-def work_of(group: RankGroup, handle: Never) -> Work:
+def work_of(group: RankGroup, *, has_ended: bool = False, error: Exception | None = None) -> Work:
+    """A work on a device, which may have ended, and failed; or of which asking raises an error."""
+    handle = mock.Mock(spec=["exception", "is_completed", "wait"])
+    handle.wait.side_effect = AssertionError("somebody waited")
+    handle.exception.return_value = error
+    handle.is_completed.return_value = has_ended
+    handle.is_completed.side_effect = None if has_ended else error
     return Work(group.works, group.phase, late_on=torch.device("cpu")).take(handle)
 
 
@@ -282,7 +258,7 @@ def work_of(group: RankGroup, handle: Never) -> Work:
 def test_a_device_that_has_failed_does_not_end_the_watchdog() -> None:
     group = RankGroup.of(None)
     watchdog = Watchdog(group.works.log, dist.group.WORLD)  # type: ignore[arg-type]
-    group.works.outstanding = work_of(group, Broken())
+    group.works.outstanding = work_of(group, error=RuntimeError("device-side assert"))
     watchdog._look()
     assert group.works.outstanding is None
     watchdog._listener.close()
@@ -300,7 +276,8 @@ def test_a_work_that_fails_while_nobody_waits_for_it_tells_which_rank_has_ended(
         patch.setattr(watchdog._verdicts, "_directory", dying)
         patch.setattr(group.works, "ranks", (0, 1))
         patch.setattr(group.works, "_can_cut", False)  # there is no rank 1
-        work = work_of(group, Lost())
+        lost = RuntimeError("remote process exited or there was a network error: connection closed")
+        work = work_of(group, has_ended=True, error=lost)
         watchdog._look()
         with pytest.raises(StalledError) as caught:
             group.begin_work()
@@ -316,7 +293,7 @@ def test_time_in_which_the_process_did_not_run_counts_for_no_wait(kind: str) -> 
     watchdog = Watchdog(group.works.log, dist.group.WORLD)  # type: ignore[arg-type]
     watchdog._listener.close()
     now = [100.0]
-    work = group.begin_work() if kind == "waits" else work_of(group, Never())
+    work = group.begin_work() if kind == "waits" else work_of(group)
     work.started = work.waiting_since = now[0]
     if kind == "waits":
         group.works.pending.add(work)
