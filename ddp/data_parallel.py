@@ -202,8 +202,7 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
         self.require_forward_param_sync = trains and syncs
         if trains and not syncs and self._join_config.enable:
             refuse_no_sync(set(self._module_parameters))
-        if trains:
-            self._own().end_forward(output, syncs=syncs)
+        self._end_forward(output)
         return output
 
     @eager
@@ -227,10 +226,13 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
             TypeError: it is not ``hook(state, bucket)``.
             ValueError: its annotations take or return something else.
         """
+        self._register(state, hook)
+
+    def _register(self, state: object, hook: Hook, name: str = "") -> None:
         group = RankGroup.of(self.process_group, self._module_parameters).within(self._timeout)
         agree(group, describe_hook(hook, state), "the comm hook")
         with failing_together(group):
-            self._own().register_comm_hook(state, hook)
+            self._own().register_comm_hook(state, hook, name)
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
@@ -240,8 +242,7 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
         }
         if comm_hook_type not in kinds:
             raise ValueError(f"expected one of {', '.join(map(str, kinds))}, got {comm_hook_type!r}")
-        self.register_comm_hook(self.process_group, kinds[comm_hook_type])
-        self._own().slot.name = str(comm_hook_type)  # as PyTorch's statistics show it
+        self._register(self.process_group, kinds[comm_hook_type], str(comm_hook_type))
 
     def _setup_in_backward_optimizers(self) -> None:
         if any(hasattr(param, "_in_backward_optimizers") for param in self._module_parameters):

@@ -49,8 +49,12 @@ class HookSlot:
         """Whether there is no hook."""
         return self._hook is None
 
-    def register(self, state: object, hook: Hook) -> None:
-        """Set the hook; see `Reducer.register_comm_hook`."""
+    def forget(self) -> None:
+        """Forget a failure, where all begins anew."""
+        self.failure = None
+
+    def register(self, state: object, hook: Hook, name: str) -> None:
+        """Set the hook, and its name in statistics if not its own; see `Reducer.register_comm_hook`."""
         _check_hook(hook)
         if self._hook is not None:
             raise RuntimeError(
@@ -58,7 +62,7 @@ class HookSlot:
                 f"{self.name} is registered already: to do both, wrap one in the other and "
                 f"register that instead of {hook_name(hook)}"
             )
-        self._hook, self.name = (hook, state), hook_name(hook)
+        self._hook, self.name = (hook, state), name or hook_name(hook)
         names = getattr(hook, "buckets", None)
         self._names = names if isinstance(names, NamesBuckets) else None
 
@@ -67,8 +71,8 @@ class HookSlot:
         """Whether `members` would now return another value."""
         return self._names is not None and self._names.version() != self._version
 
-    def members(self) -> Members | None:
-        """Return the parameters of the hook's buckets; None if it names none."""
+    def take_members(self) -> Members | None:
+        """Return the parameters of the hook's buckets, which count from now on; None if it names none."""
         if self._names is None:
             return None
         self._version = self._names.version()

@@ -212,6 +212,10 @@ class RowBucket(Uncopied, Bucket):
 
     # ------------------------------------------------------------------ steps and writes
 
+    def pin(self, *, ends: bool = False) -> None:
+        """Refuse changes while somebody needs the parameters whole, until as many calls end that."""
+        self.num_pins += -1 if ends else 1
+
     def check_unpinned(self) -> None:
         """Raise RuntimeError if somebody needs the parameters whole and unchanged."""
         if self.num_pins:
