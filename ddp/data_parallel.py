@@ -226,13 +226,10 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
             TypeError: it is not ``hook(state, bucket)``.
             ValueError: its annotations take or return something else.
         """
-        self._register(state, hook)
-
-    def _register(self, state: object, hook: Hook, name: str = "") -> None:
         group = RankGroup.of(self.process_group, self._module_parameters).within(self._timeout)
         agree(group, describe_hook(hook, state), "the comm hook")
         with failing_together(group):
-            self._own().register_comm_hook(state, hook, name)
+            self._own().register_comm_hook(state, hook)
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
@@ -242,7 +239,8 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
         }
         if comm_hook_type not in kinds:
             raise ValueError(f"expected one of {', '.join(map(str, kinds))}, got {comm_hook_type!r}")
-        self._register(self.process_group, kinds[comm_hook_type], str(comm_hook_type))
+        self.register_comm_hook(self.process_group, kinds[comm_hook_type])
+        self._own().slot.rename(str(comm_hook_type))  # as PyTorch's statistics show it
 
     def _setup_in_backward_optimizers(self) -> None:
         if any(hasattr(param, "_in_backward_optimizers") for param in self._module_parameters):

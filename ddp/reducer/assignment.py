@@ -89,11 +89,7 @@ class ReducedParams:
 
     @classmethod
     def of(
-        cls,
-        params: Iterable[tuple[str, Tensor]] | Iterable[Tensor],
-        sparse: Collection[str] = (),
-        *,
-        checks: bool = True,
+        cls, params: Iterable[object], sparse: Collection[str] = (), *, checks: bool = True
     ) -> "ReducedParams":
         """Name parameters without names, and check them; wrappers know that theirs get gradients."""
         pairs = []

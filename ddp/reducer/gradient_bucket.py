@@ -112,9 +112,6 @@ class ReducerBucket:
         grads = [self.params[slot].grad for slot in slots]
         streams.record_use(*[grad for grad in grads if grad is not None])
 
-    def free(self) -> None:
-        """Let go of rows to send; this bucket has none."""
-
     def take(self, slots: Sequence[int], divisor: float) -> None:
         """Copy gradients in, divided, or zeros where there is none."""
         if len(slots) < 2:

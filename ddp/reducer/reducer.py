@@ -146,11 +146,11 @@ class Reducer:
         self.has_rebuilt = True
         return True
 
-    def register_comm_hook(self, state: object, hook: Hook, name: str = "") -> None:
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let ``hook(state, bucket) -> Future[Tensor]`` reduce buckets, and divide by the number of ranks."""
         if self._inbox.is_running:
             raise RuntimeError("a comm hook must be registered before backward() begins")
-        self.slot.register(state, hook, name)
+        self.slot.register(state, hook)
         if self.slot.members_changed and not self.has_rebuilt:
             self._assign(None)
 

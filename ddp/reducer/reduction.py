@@ -53,8 +53,12 @@ class HookSlot:
         """Forget a failure, where all begins anew."""
         self.failure = None
 
-    def register(self, state: object, hook: Hook, name: str) -> None:
-        """Set the hook, and its name in statistics if not its own; see `Reducer.register_comm_hook`."""
+    def rename(self, name: str) -> None:
+        """Show the hook by another name in statistics."""
+        self.name = name
+
+    def register(self, state: object, hook: Hook) -> None:
+        """Set the hook; see `Reducer.register_comm_hook`."""
         _check_hook(hook)
         if self._hook is not None:
             raise RuntimeError(
@@ -62,7 +66,7 @@ class HookSlot:
                 f"{self.name} is registered already: to do both, wrap one in the other and "
                 f"register that instead of {hook_name(hook)}"
             )
-        self._hook, self.name = (hook, state), name or hook_name(hook)
+        self._hook, self.name = (hook, state), hook_name(hook)
         names = getattr(hook, "buckets", None)
         self._names = names if isinstance(names, NamesBuckets) else None
 
