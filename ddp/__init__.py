@@ -11,9 +11,8 @@ if __name__ != "zero_optim.ddp":
 
 from zero_optim.ddp.bucketer import ReduceScatterBucketer
 from zero_optim.ddp.data_parallel import DistributedDataParallel
-from zero_optim.ddp.full.module_hooks import unsharded
 from zero_optim.ddp.full.precision import PrecisionPolicy
-from zero_optim.ddp.full.sharded_state import full_state_dict
+from zero_optim.ddp.full.sharded_state import full_state_dict, unsharded
 from zero_optim.ddp.fully_sharded import FullyShardedDataParallel, fully_shard, fully_sharded
 from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.gradient_bucket import GradBucket

@@ -45,10 +45,20 @@ class _Bucket:
     # The last event of each stream on which a call came.
     ready: dict[Stream | None, Event | None] = field(default_factory=dict)
 
-    def packed(self, device: torch.device) -> Tensor:
+    def add(
+        self, chunks: Sequence[Tensor], nbytes: int, shape: torch.Size, callback: Callback | None
+    ) -> None:
+        for row, chunk in zip(self.rows, chunks, strict=True):
+            row.append(chunk.detach().reshape(-1))
+        device = chunks[0].device
+        self.ready[current_stream(device)] = recorded_event(device)
+        self.calls.append((shape, callback))
+        self.nbytes += nbytes
+
+    def pack(self, device: torch.device) -> Tensor:
         for event in self.ready.values():
             wait_for_event(device, event)
-        chunks = list(chain.from_iterable(self.rows))
+        chunks, self.rows = list(chain.from_iterable(self.rows)), []
         packed = torch.cat(chunks)
         record_use(*chunks)  # perhaps made on other streams, and dropped before this one is here
         return packed
@@ -108,11 +118,7 @@ class ReduceScatterBucketer:
             bucket = None
         if bucket is None:
             bucket = _Bucket([[] for _ in range(ranks.size)])
-        for row, chunk in zip(bucket.rows, input_list, strict=True):
-            row.append(chunk.detach().reshape(-1))
-        bucket.ready[current_stream(device)] = recorded_event(device)
-        bucket.calls.append((input_list[ranks.rank].shape, callback_fn))
-        bucket.nbytes += size
+        bucket.add(input_list, size, input_list[ranks.rank].shape, callback_fn)
         if goes_at_once:
             self._send(kind, bucket)
         else:
@@ -156,9 +162,7 @@ class ReduceScatterBucketer:
                     callback(part.view(shape))
 
         def begin() -> Pending[None]:
-            packed = bucket.packed(device)
-            bucket.rows = []
-            return Pending([start_row_sum(ranks, lease.groups, packed, rows)], answer)
+            return Pending([start_row_sum(ranks, lease.groups, bucket.pack(device), rows)], answer)
 
         self._sent.start(begin)
 

@@ -202,8 +202,7 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
         self.require_forward_param_sync = trains and syncs
         if trains and not syncs and self._join_config.enable:
             refuse_no_sync(set(self._module_parameters))
-        if trains:
-            self._own().end_forward(output, syncs=syncs)
+        self._end_forward(output)
         return output
 
     @eager
@@ -241,7 +240,7 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
         if comm_hook_type not in kinds:
             raise ValueError(f"expected one of {', '.join(map(str, kinds))}, got {comm_hook_type!r}")
         self.register_comm_hook(self.process_group, kinds[comm_hook_type])
-        self._own().slot.name = str(comm_hook_type)  # as PyTorch's statistics show it
+        self._own().slot.rename(str(comm_hook_type))  # as PyTorch's statistics show it
 
     def _setup_in_backward_optimizers(self) -> None:
         if any(hasattr(param, "_in_backward_optimizers") for param in self._module_parameters):

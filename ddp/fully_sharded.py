@@ -15,9 +15,7 @@ from zero_optim.ddp.full.choice import Units
 from zero_optim.ddp.full.construction import Arguments, construct
 from zero_optim.ddp.full.filling import Init, seen_buffers, send_buffers, take_values_of_first
 from zero_optim.ddp.full.guards import explain_writes
-from zero_optim.ddp.full.in_use import UnitsInUse
-from zero_optim.ddp.full.launch_order import LaunchOrder
-from zero_optim.ddp.full.module_hooks import units_at
+from zero_optim.ddp.full.in_use import UnitsInUse, units_at
 from zero_optim.ddp.full.precision import PrecisionPolicy
 from zero_optim.ddp.full.sharded_state import load_local_state_dict, local_state
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
@@ -109,9 +107,8 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
         explain_writes()
         how = units, reshard_after_forward, guards_reads, offload, mixed_precision, accumulate
         arguments = Arguments(*how, process_group, mesh, device, init, options)
-        self._accumulate, self._options = accumulate, options
+        self._accumulate = accumulate
         self.require_backward_grad_sync = self._sends_buffers = True
-        self._has_optimizer = optimizer is not None  # else one stands in
         with ExitStack() as at_exit:
             if optimizer is not None:
                 require_ours(optimizer)
@@ -125,47 +122,44 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
     def _fill(self, module: nn.Module, arguments: Arguments) -> None:
         """Send the first rank's values, keep what each rank owns, and wrap; all ranks call."""
         construction, everyone = self._construction, self._everyone
-        described = {"module": module, "process_group": everyone.process_group, **self._options}
+        described = {"module": module, "process_group": everyone.process_group, **arguments.options}
         agree_on_model(described, self, **arguments.limits, may_be_freed=True)
         construction.fill(self._optimizer, everyone)
-        if arguments.syncs and self._options.get("broadcast_buffers") is not False:
+        if arguments.syncs and arguments.sends_buffers:
             take_values_of_first(everyone.during("agree"), seen_buffers(module))
         construction.policy.cast_for_good(module, ignored_names(module))
         self.module = module
         frozen = [(name, param) for name, param in seen_params(module) if not param.requires_grad]
         self._frozen, sharded = FrozenParams(frozen), construction.registration.params
         self._versions = {param: -1 for _, param in frozen if param not in sharded}
-        self._reducer = self._make_reducer()
-        self.units = construction.make_units(self, self._reducer.params)
+        self.units = construction.make_units(self)
         self._use_optimizer()
+        construction.hook_up(self.units)
         construction.registration.open(everyone if self._mesh else None, stands_in=construction.stands_in)
-
-    def _make_reducer(self) -> OwnerReducer:
-        return self._construction.make_reducer(self._optimizer, self._mesh, weakly(self._wants))
 
     def _own(self) -> OwnerReducer:
         return self._reducer
 
     def _use_optimizer(self) -> None:
         """Gather the optimizer's buckets, and launch the reducer's between gathers; all ranks call."""
-        gathers = self._construction.make_gathers(self._optimizer)
-        places = LaunchOrder(self.units.units, self._construction.choice.unit_of, self._reducer)
-        self.units.use(self._optimizer.ranks, self._optimizer.core.engine, gathers, places)
-        self._reducer.follow(weakly(self.units.gradient_came), places.begin)
+        wanted, optimizer = weakly(self._wants), self._optimizer
+        self._reducer = self._construction.make_reducer(optimizer, self._mesh, wanted, self.units)
+        gathers = self._construction.make_gathers(optimizer)
+        self.units.use(optimizer.core.engine, gathers, self._reducer)
         self._optimizer.core.begin_training(self._mesh)
 
     def _change_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        self._optimizer, self._has_optimizer = optimizer, True
+        self._optimizer = optimizer
         if self._mesh is not None:
             self._mesh = self._mesh.owned_by(optimizer.ranks)
         self._reducer.close()
         unwatch(self._reducer)
-        self._reducer = self._make_reducer()
         self._use_optimizer()
 
     def extra_repr(self) -> str:
         """Say what this rank holds; no communication."""
-        return super().extra_repr() if self._has_optimizer else f"no optimizer yet, ZeRO stage {self._STAGE}"
+        is_open = self._construction.registration.is_open  # to one that comes later
+        return f"no optimizer yet, ZeRO stage {self._STAGE}" if is_open else super().extra_repr()
 
     def __dir__(self) -> list[str]:
         names: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
@@ -182,21 +176,20 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
         self._versions = {param: param._version for param in self._versions}
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._reducer.begin_forward()
-        if self._sends_buffers and self._options.get("broadcast_buffers") is not False:
+        arguments = self._construction.arguments
+        if self._sends_buffers and arguments.sends_buffers:
             send_buffers(self.module, self._reducer.group)
-        if not self._options.get("device_ids"):
+        if not arguments.options.get("device_ids"):
             return None
         device = self._reducer.params[0].device
         return replaced(args, lambda each: each.to(device)), replaced(kwargs, lambda each: each.to(device))
 
     def after_forward(self, output: object) -> None:
         """Expect a backward pass; not called if the module has raised."""
-        trains, syncs = torch.is_grad_enabled(), self.require_backward_grad_sync
-        self._sends_buffers = trains and syncs
-        if trains:
-            self._check_frozen()
+        self._sends_buffers = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if torch.is_grad_enabled():
             self._check_written()
-            self._reducer.end_forward(output, syncs=syncs)
+        self._end_forward(output)
 
     def _check_written(self) -> None:
         """Raise RuntimeError if the forward pass wrote NaN into frozen parameters, as freed ones show it."""

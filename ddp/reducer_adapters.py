@@ -1,16 +1,25 @@
 """Our reducer behind the method names by which PyTorch's class knows its own, and its logger."""
 
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 from zero_optim.compat.autograd import eager
 from zero_optim.compat.streams import HostCopy, is_asynchronous
 from zero_optim.ddp.reducer.reducer import Reducer
+
+# PyTorch's names of methods that ours have under another name.
+_OWN_NAMES = {
+    "_check_reducer_finalized": "check_finished",
+    "_install_post_backward_futures": "wait_for",
+    "_remove_autograd_hooks": "close",
+    "_reset_state": "reset",
+    "_set_static_graph": "set_static_graph",
+    "_update_process_group": "use_group",
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +29,9 @@ class TorchReducerAdapter:
     own: Reducer
     num_forwards: int = 0  # whose gradients are reduced
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - a method
+        if name in _OWN_NAMES:
+            return getattr(self.own, _OWN_NAMES[name])
         raise AttributeError(
             f"PyTorch {torch.__version__} asks the reducer for {name}, which that of zero_optim.ddp does not "
             "have: leave out the option or method of DistributedDataParallel that needs it"
@@ -59,10 +70,7 @@ class TorchReducerAdapter:
                 return size
             return float((count() if copied is None else copied).read().item())
 
-        self.own.divide_next(divisor)
-
-    def _set_static_graph(self) -> None:
-        self.own.set_static_graph()
+        self.own.divide_by(divisor)
 
     def _set_manual_finalization_required(self, required: bool) -> None:
         if required:
@@ -84,21 +92,6 @@ class TorchReducerAdapter:
         if rate < 1:
             raise ValueError(f"expected a sample rate of at least 1, got {rate}")
 
-    def _install_post_backward_futures(self, futures: list[Future[object]]) -> None:
-        self.own.futures += futures
-
-    def _remove_autograd_hooks(self) -> None:
-        self.own.close()
-
-    def _check_reducer_finalized(self) -> None:
-        self.own.check_finished()
-
-    def _reset_state(self) -> None:
-        self.own.reset()
-
-    def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
-        self.own.use_group(process_group)
-
 
 class TorchLoggerAdapter:
     """The methods of PyTorch's logger that its class calls; they do nothing."""
@@ -112,14 +105,14 @@ def logging_data(reducer: Reducer) -> dict[str, int | str]:
     """Return facts about the comm hook and the buckets under PyTorch's names."""
     history = reducer.history
     sizes = ", ".join(str(bucket.nbytes) for bucket in reducer.assignment.buckets)
-    rebuilt = {"rebuilt_bucket_sizes": sizes} if history.has_rebuilt else {}
+    rebuilt = {"rebuilt_bucket_sizes": sizes} if reducer.has_rebuilt else {}
     hook = {"comm_hook": reducer.slot.name} if reducer.slot.name else {}
     static = {"static_graph": 1} if reducer.options.static_graph else {}
     return {
         "world_size": reducer.group.size,
         "bucket_cap_bytes": reducer.options.bucket_caps_nbytes[-1],
         "bucket_sizes": sizes,
-        "has_rebuilt_buckets": int(history.has_rebuilt),
+        "has_rebuilt_buckets": int(reducer.has_rebuilt),
         "num_buckets_reduced": history.num_buckets_reduced,
         "can_set_static_graph": int(history.looks_static),
         **rebuilt,

@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_optim.comm.agreement import agreeing, failing_together
 from zero_optim.comm.mesh import RankMesh
-from zero_optim.compat.autograd import eager
 from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.owners.sharded_module import Accumulate, ShardedModule
@@ -107,12 +105,6 @@ class ShardedDataParallel(ShardedModule, DistributedDataParallel):
     ) -> OwnerReducer:
         wanted = weakly(self._wants)
         return OwnerReducer(pairs, self._optimizer, options, sparse=sparse, wanted=wanted, mesh=self._mesh)
-
-    @eager
-    def _post_forward(self, output: object) -> object:
-        if torch.is_grad_enabled():
-            self._check_frozen()
-        return super()._post_forward(output)
 
     def detach(self) -> None:
         """Drop the process group, as in `DistributedDataParallel`, and gradients: owners may change."""

@@ -60,8 +60,8 @@ def loss_of(model: nn.Module, number: int) -> Tensor:
 
 def assert_buckets_of_pytorch(pair: Pair, options: dict[str, Any]) -> None:
     own, theirs = pair.ours.reducer.own, pair.theirs._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    assert own.history.has_rebuilt == ("static_graph" in options or "find_unused_parameters" not in options)
-    if own.history.has_rebuilt:
+    assert own.has_rebuilt == ("static_graph" in options or "find_unused_parameters" not in options)
+    if own.has_rebuilt:
         told = theirs["rebuilt_per_bucket_param_indices"].split(",")
         indices = [[int(index) for index in part.split()] for part in told]
         assert [bucket.indices for bucket in own.assignment.buckets] == indices, options

@@ -25,7 +25,7 @@ from fully import (
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, fully_shard, unsharded
-from zero_optim.ddp.full.module_hooks import units_of
+from zero_optim.ddp.full.in_use import units_of
 from zero_optim.shard.places import is_freed
 
 KEPT: dict[str, Tensor] = {}  # what modules below keep outside of themselves

@@ -35,6 +35,12 @@ class UnitChoice:
     names: tuple[str, ...]  # of these in the model; "" for the outermost
     unit_of: dict[Tensor, int]  # the number of each parameter's unit
 
+    def units_at(self, module: nn.Module, params: Container[Tensor]) -> tuple[int | None, list[int]]:
+        """Return the unit that calls of a module need, and all those that it has parameters of."""
+        numbers = {self.unit_of[param] for param in module.parameters(recurse=False) if param in params}
+        called = self.modules.index(module) if module in self.modules else 0 if 0 in numbers else None
+        return called, sorted(numbers if called is None else numbers | {called})
+
 
 def choose_units(model: nn.Module, units: Units) -> UnitChoice:
     """Choose the units of a model; TypeError or ValueError if one is no module of it, or is never called."""

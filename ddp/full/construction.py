@@ -38,13 +38,12 @@ from zero_optim.ddp.full.filling import (
     take_values_of_first,
 )
 from zero_optim.ddp.full.guards import refuse_conversions, refuse_shared_memory
-from zero_optim.ddp.full.in_use import UnitsInUse
-from zero_optim.ddp.full.module_hooks import hook_up, units_of
+from zero_optim.ddp.full.in_use import UnitsInUse, units_of
 from zero_optim.ddp.full.precision import PrecisionPolicy
 from zero_optim.ddp.full.unit import OUTERMOST, Unit
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.reducer.assignment import ReducerOptions
-from zero_optim.ddp.reducer.inbox import weakly
+from zero_optim.ddp.reducer.inbox import Ties, weakly
 from zero_optim.ddp.wrapper_checks import (
     REFUSED_FULLY,
     check_optimizer,
@@ -86,6 +85,11 @@ class Arguments:
     def syncs(self) -> bool:
         """Whether all ranks take the values of rank 0."""
         return bool(self.options.get("init_sync", True))
+
+    @property
+    def sends_buffers(self) -> bool:
+        """Whether forward passes take the buffers of rank 0."""
+        return self.options.get("broadcast_buffers") is not False
 
     @property
     def limits(self) -> dict[str, Any]:
@@ -180,9 +184,10 @@ class UnitConstruction:
         UnitFiller(group, self.choice, rows, unfilled, init, former, syncs=syncs).fill()
         core.owned.leaves.keep(rows)
 
-    def make_units(self, wrapper: "FullyShardedDataParallel", trained: Sequence[Tensor]) -> UnitsInUse:
-        """Make the units, with hooks on modules; ``trained``: the parameters with gradients, in order."""
-        index_of = {param: index for index, param in enumerate(trained) if param.requires_grad}
+    def make_units(self, wrapper: "FullyShardedDataParallel") -> UnitsInUse:
+        """Make the units; `hook_up` comes when nothing can fail any more."""
+        trained = [param for _, param in seen_params(self.module) if param.requires_grad]
+        index_of = {param: index for index, param in enumerate(trained)}
         units = []
         named = zip(self.choice.names, self.choice.modules, self.registration.buckets, strict=True)
         for number, (name, module, buckets) in enumerate(named):
@@ -191,17 +196,21 @@ class UnitConstruction:
             used = module.parameters() if has_frozen else params
             waits_for = frozenset(index_of[param] for param in used if param in index_of)
             units.append(Unit(number, name or OUTERMOST, buckets, waits_for, has_frozen))
-        in_use = UnitsInUse(wrapper, units, self.arguments)
+        how = self.arguments
+        return UnitsInUse(wrapper, units, num_kept=how.num_kept, guards_reads=how.guards_reads)
+
+    def hook_up(self, units: UnitsInUse) -> None:
+        """Register all hooks on modules."""
         self.policy.hook_up(self.choice.modules)
-        hook_up(self.choice, in_use)
+        units.hook_up(self.choice)
         refuse_conversions(self.module, self.registration.params)
-        return in_use
 
     def make_reducer(
         self,
         optimizer: ZeroRedundancyOptimizer,
         mesh: RankMesh | None,
         wanted: Callable[[bool], bool | None],
+        units: UnitsInUse,
     ) -> OwnerReducer:
         """Make the reducer, with the wrapper's options; all ranks call, and it communicates."""
         options = self.arguments.options
@@ -216,23 +225,12 @@ class UnitConstruction:
             **self.arguments.limits,
         )
         sparse = [name for name, _ in trained if name in with_sparse]
-        outermost = {param for param, number in self.choice.unit_of.items() if not number}
-        frozen = [param for _, param in trained if not param.requires_grad]
-        try:
-            for param in frozen:
-                param.requires_grad_(True)
-            return OwnerReducer(
-                trained,
-                optimizer,
-                reducer_options,
-                sparse=sparse,
-                wanted=wanted,
-                mesh=mesh,
-                outermost=outermost,
-            )
-        finally:
-            for param in frozen:
-                param.requires_grad_(False)
+        follow, begin = weakly(units.gradient_came), weakly(units.begin_backward)
+        outermost = frozenset(units.units[0].params)
+        ties = Ties(optimizer.core.engine, follow=follow, begin=begin, last=outermost)
+        return OwnerReducer(
+            trained, optimizer, reducer_options, sparse=sparse, wanted=wanted, mesh=mesh, ties=ties
+        )
 
     def make_gathers(self, optimizer: ZeroRedundancyOptimizer) -> UnitGathers:
         """Make the gathers of units; all ranks call, and it communicates."""

@@ -14,7 +14,7 @@ Note [The next unit]
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -25,10 +25,13 @@ from torch import Tensor, nn
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.autograd import in_backward
+from zero_optim.ddp.full.choice import UnitChoice
 from zero_optim.ddp.full.guards import UnitMembers
 from zero_optim.ddp.full.launch_order import LaunchOrder
 from zero_optim.ddp.full.saved_reads import SavedReads
+from zero_optim.ddp.full.state_visits import StateVisits
 from zero_optim.ddp.full.unit import Unit, UnitOrder, UnitTask, UnitUse, UnitValues
+from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.reducer.graph import on_gradient, replaced, tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.flow.schedule import Moment, Operation
@@ -40,7 +43,6 @@ from zero_optim.shard.row_bucket import RowBucket, Uncopied
 from zero_optim.shard.wide_bucket import WideBucket
 
 if TYPE_CHECKING:
-    from zero_optim.ddp.full.construction import Arguments
     from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 
 _MODULE = attrgetter("module")
@@ -53,13 +55,20 @@ _SECOND = (
 class UnitsInUse(ModuleCalls, Uncopied):
     """Gathers and frees the units of a model. All ranks make the same calls, in one order; communicates."""
 
-    def __init__(self, wrapper: "FullyShardedDataParallel", units: Sequence[Unit], how: "Arguments") -> None:
+    def __init__(
+        self,
+        wrapper: "FullyShardedDataParallel",
+        units: Sequence[Unit],
+        *,
+        num_kept: int | None,  # how many stay whole until the backward pass, the last ones; None for all
+        guards_reads: bool,
+    ) -> None:
         super().__init__(wrapper.module)
         self.units = units  # by number
-        self.unit_of: dict[nn.Module, Unit] = {}  # of modules whose calls need one
+        self._unit_of: dict[nn.Module, Unit] = {}  # of modules whose calls need one
         self.keepalive: FullyShardedDataParallel | None = None  # the wrapper, if it wraps in place
         self._before, self._after = weakly(wrapper.before_forward), weakly(wrapper.after_forward)
-        self._keeps = how.num_kept  # the last ones, which stay whole until the backward pass; None for all
+        self._num_kept = num_kept
         self._forward = defaultdict[Unit, UnitOrder](UnitOrder)  # by the one whose call is the outermost
         self._backward = UnitOrder()
         self._waiting: dict[int, list[Unit]] = {}  # by the index of a parameter
@@ -67,13 +76,30 @@ class UnitsInUse(ModuleCalls, Uncopied):
             for index in unit.waits_for:
                 self._waiting.setdefault(index, []).append(unit)
         self._reached = weakly(self._output_reached)
-        self._reads = SavedReads(units, self._reached, is_on=how.guards_reads)
-        self.unfinished: list[Callable[[], None]] = []  # end state dicts that broke off
+        self._reads = SavedReads(units, self._reached, is_on=guards_reads)
+        self._visits = StateVisits(lambda unit: self.on_request([unit], as_kept=True, tells=False))
+        self._requested: list[Unit] = []  # that somebody needs whole, once for each request
         self._members = UnitMembers(self.model)
 
-    def use(self, group: RankGroup, engine: Engine, gathers: UnitGathers, places: LaunchOrder) -> None:
-        """Gather for this optimizer from now on; its ranks are the same as before."""
-        self.group, self._engine, self.gathers, self._places = group, engine, gathers, places
+    def hook_up(self, choice: UnitChoice) -> None:
+        """Watch the calls of modules that are units or have parameters of the outermost, and all state."""
+        params = {param for unit in self.units for param in unit.params}
+        for module in self.model.modules():
+            called, numbers = choice.units_at(module, params)
+            if called is not None:
+                self._unit_of[module] = self.units[called]
+                self.watch(module, ends=True)
+            if numbers:
+                self._visits.watch(module, [self.units[number] for number in numbers])
+
+    def use(self, engine: Engine, gathers: UnitGathers, reducer: OwnerReducer) -> None:
+        """Gather for this optimizer from now on, and launch its buckets; its ranks are the same as before."""
+        self._engine, self.gathers, self._places = engine, gathers, LaunchOrder(self.units, reducer)
+
+    @property
+    def group(self) -> RankGroup:
+        """The ranks that gather."""
+        return self.gathers.group
 
     def keep_alive(self, wrapper: "FullyShardedDataParallel") -> None:
         """Hold the wrapper of a model that is sharded in place, which nobody else holds."""
@@ -84,50 +110,55 @@ class UnitsInUse(ModuleCalls, Uncopied):
         """Those of all units."""
         return _buckets_of(self.units)
 
+    def _buckets_of(self, number: int | None) -> list[RowBucket]:
+        return [] if number is None else self.units[number].buckets
+
     def nbytes_live(self) -> int:
         """Bytes of the flat tensors that are there now, beside what this rank keeps for good."""
         return sum(bucket.nbytes_live for bucket in self.buckets)
 
     # ------------------------------------------------------------------ operations
 
-    def _task(self, purpose: Purpose, tells: bool = False) -> UnitTask:
-        return UnitTask(self.units, self.gathers, purpose, tells=tells)
-
-    def _at(self, moment: Moment, buckets: Sequence[Any], purpose: Purpose, tells: bool = False) -> None:
+    def _at(
+        self,
+        moment: Moment,
+        buckets: Sequence[Any],
+        purpose: Purpose = Purpose.TRAINING,  # of gathers
+        *,
+        tells: bool = False,
+        only: Operation | None = None,
+    ) -> None:
         if buckets:
-            self._engine.on(moment, buckets, self._task(purpose, tells))
-
-    def _fetch(self, number: int | None, purpose: Purpose, tells: bool = False) -> None:
-        """Start the gather of a unit ahead of the moment that waits for it."""
-        if number is not None:
-            buckets, task = self.units[number].buckets, self._task(purpose, tells)
-            self._engine.on(Moment.BEFORE_FORWARD, buckets, task, Operation.GATHER)
+            task = UnitTask(self.units, self.gathers, purpose, tells=tells)
+            self._engine.on(moment, buckets, task, only)
 
     def _free_unused(self, units: Iterable[Unit], moment: Moment = Moment.AFTER_MODULE) -> None:
         unused = [bucket for unit in units if not self._num_users(unit) for bucket in unit.buckets]
-        self._at(moment, unused, Purpose.BACKWARD)
+        self._at(moment, unused)
 
     # ------------------------------------------------------------------ forward
 
     def _num_users(self, unit: Unit) -> int:
-        return unit.holds + list(map(self.unit_of.get, map(_MODULE, self.under_way))).count(unit)
+        in_calls = list(map(self._unit_of.get, map(_MODULE, self.under_way)))
+        return self._requested.count(unit) + in_calls.count(unit)
 
     def begin_pass(self, args: Any, kwargs: Any) -> Any:  # noqa: ANN401 - the user's
         """Forget what an exception has ended without a hook, as a Ctrl-C does; then the wrapper begins."""
-        while self.unfinished:
-            self.unfinished[-1]()
+        self._visits.break_off()
         if not in_backward():
-            self._break_off(self._backward.now)  # a thread of the engine may not have let go of it yet
+            self._end_backward(
+                self._backward.now, broke_off=True
+            )  # a thread of the engine may not have let go of it yet
         if isinstance(self._reads.user, Call):
             self._reads.end(self._reads.user)
         return self._before(args, kwargs)
 
     def before_forward(self, module: nn.Module, inputs: object) -> None:
         """Make a unit whole for a call."""
-        unit, goes_back = self.unit_of[module], in_backward()
+        unit, goes_back = self._unit_of[module], in_backward()
         is_outermost, is_used = len(self.under_way) == 1, self._num_users(unit) > 1
         if unit.has_frozen and not is_used:
-            unit.passage = self._watch_inputs(unit, inputs)
+            unit.begin_use(tensors_in(inputs), weakly(self._input_reached))
         self._reads.begin(self.under_way[-1])
         if unit.is_whole and (is_used or goes_back):
             unit.arrive()  # perhaps it was gathered on another stream
@@ -144,14 +175,15 @@ class UnitsInUse(ModuleCalls, Uncopied):
         purpose = Purpose.TRAINING if torch.is_grad_enabled() else Purpose.EVALUATION
         self._places.called(unit.number, self.clock, is_outermost=is_outermost)
         self._at(Moment.BEFORE_FORWARD, unit.buckets, purpose, tells=True)
-        order = self._forward[self.unit_of[self.under_way[0].module]]
+        order = self._forward[self._unit_of[self.under_way[0].module]]
         if is_outermost:
             order.begin()
-        self._fetch(order.reached(unit.number), purpose, tells=True)
+        following = self._buckets_of(order.reached(unit.number))
+        self._at(Moment.BEFORE_FORWARD, following, purpose, tells=True, only=Operation.GATHER)
 
     def after_forward(self, call: Call, output: object, *, raised: bool) -> object:
         """Free a unit, unless it is used on. Copies a returned view of a parameter, which would die."""
-        unit, still = self.unit_of[call.module], False
+        unit, still = self._unit_of[call.module], False
         self._reads.end(call)
         if not self._num_users(unit):
             tensors = tensors_in(output)
@@ -171,98 +203,75 @@ class UnitsInUse(ModuleCalls, Uncopied):
         return output
 
     def _leave(self, call: Call, tensors: list[Tensor] | None) -> None:
-        unit, outermost, stays = self.unit_of[call.module], (self.under_way or [call])[0], False
-        order = self._forward[self.unit_of[outermost.module]]
+        unit, outermost, stays = self._unit_of[call.module], (self.under_way or [call])[0], False
+        order = self._forward[self._unit_of[outermost.module]]
         if torch.is_grad_enabled() and tensors is not None:
             stays = self._watch(unit, tensors, order)
         if not stays:
-            self._at(Moment.AFTER_FORWARD, unit.buckets, Purpose.TRAINING)
+            self._at(Moment.AFTER_FORWARD, unit.buckets)
         if not self.under_way:
             order.end()
             for each in self.units:
                 if any(bucket.gathers.is_unclaimed for bucket in each.buckets):  # fetched, and not needed
-                    self._at(Moment.AFTER_FORWARD, each.buckets, Purpose.TRAINING)
-
-    def _watch_inputs(self, unit: Unit, inputs: object) -> UnitUse | None:
-        """Return a passage that ends when all inputs of a call have their gradients."""
-        if not torch.is_grad_enabled() or (in_backward() and unit.passages):
-            return None
-        tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-        passage, reached = UnitUse(len(tensors), in_backward()), weakly(self._input_reached)
-        for tensor in tensors:
-            on_gradient(tensor, lambda _: reached(unit.number, passage))
-        if passage.is_again:  # reentrant checkpointing goes back through what is computed now
-            unit.passages[passage] = passage.num_inputs
-        return passage
+                    self._at(Moment.AFTER_FORWARD, each.buckets)
 
     def _watch(self, unit: Unit, tensors: list[Tensor], order: UnitOrder) -> bool:
         """Make a unit whole before the backward pass comes to it; return whether it stays until then."""
-        reached, place, passage = self._reached, self.clock, unit.passage
+        reached, place, use = self._reached, self.clock, unit.use
         for tensor in tensors:
             if tensor.grad_fn is not None:
-                on_gradient(tensor, lambda _: reached(unit.number, place, passage))
-        if not self.under_way or not tensors or self._keeps is None:
+                on_gradient(tensor, lambda _: reached(unit.number, place, use))
+        if not self.under_way or not tensors or self._num_kept is None:
             return True
         last = list(dict.fromkeys(reversed(order.before)))
-        return unit.number in last[: self._keeps]
+        return unit.number in last[: self._num_kept]
 
     # ------------------------------------------------------------------ backward
 
-    def _output_reached(self, number: int, place: int | None = None, passage: UnitUse | None = None) -> None:
+    def _output_reached(self, number: int, place: int | None = None, use: UnitUse | None = None) -> None:
         """Make a unit whole when its output has a gradient; RuntimeError with create_graph."""
         if torch.is_grad_enabled():
             raise RuntimeError(_SECOND)
         self._need_in_backward(number, place)
-        if passage is not None:
-            unit = self.units[number]
-            left = {each: num for each, num in unit.passages.items() if not each.is_again}
-            unit.passages = {**left, passage: passage.num_inputs}  # what was computed again, was for this one
+        if use is not None:
+            self.units[number].reach(use)
 
-    def _input_reached(self, number: int, passage: UnitUse) -> None:
-        unit = self.units[number]
-        if passage in unit.passages:
-            unit.passages[passage] -= 1
-            if not unit.passages[passage]:
-                del unit.passages[passage]
-                self._free_if_done(unit)
+    def _input_reached(self, number: int, use: UnitUse) -> None:
+        if self.units[number].take_input(use):
+            self._free_unused([self.units[number]])
 
     def _need_in_backward(self, number: int, place: int | None = None) -> None:
         if not self._backward.is_under_way:
-            broke_off = partial(weakly(self._break_off), self._backward.begin())
+            end = partial(weakly(self._end_backward), self._backward.begin())
             self._places.begin()
-            when_backward_ends(weakly(self._end_backward), broke_off)
+            when_backward_ends(end, partial(end, broke_off=True))
         self._at(Moment.BEFORE_BACKWARD, self.units[number].buckets, Purpose.BACKWARD)
         self._places.reached(number, place)
         following = self._backward.reached(number)
-        self._fetch(following, Purpose.BACKWARD)
+        buckets = self._buckets_of(following)
+        self._at(Moment.BEFORE_FORWARD, buckets, Purpose.BACKWARD, only=Operation.GATHER)
         self._places.gathered(following)
 
     def gradient_came(self, index: int) -> None:
         """Note that a parameter has its gradient."""
         for unit in self._waiting.get(index, ()):
-            unit.arrived.add(index)
-            self._free_if_done(unit)
+            if unit.take_gradient(index):
+                self._free_unused([unit])
 
-    def _free_if_done(self, unit: Unit) -> None:
-        if not unit.passages and unit.arrived >= unit.waits_for:
-            unit.arrived.clear()
-            self._free_unused([unit])
+    def begin_backward(self) -> bool:
+        """Note that a backward pass begins or began; return whether full buckets wait for launches here."""
+        return self._places.begin()
 
-    def _end_backward(self) -> None:
-        self._end_order()
-        self._free_unused(self.units, Moment.AFTER_BACKWARD)
-
-    def _break_off(self, order: list[int]) -> None:
-        """End a backward pass with this order, if it has not ended, after an exception; waits for nothing."""
-        if order is self._backward.now and self._backward.is_under_way:
-            self._end_order(broke_off=True)
-
-    def _end_order(self, *, broke_off: bool = False) -> None:
+    def _end_backward(self, order: list[int], *, broke_off: bool = False) -> None:
+        """End a backward pass with this order, if it has not ended; after an exception wait for nothing."""
+        if order is not self._backward.now or not self._backward.is_under_way:
+            return
         self._backward.end(broke_off=broke_off)
         self._places.end()
         for unit in self.units:
-            unit.arrived.clear()
-            unit.passages.clear()
+            unit.end_pass()
+        if not broke_off:
+            self._free_unused(self.units, Moment.AFTER_BACKWARD)
 
     # ------------------------------------------------------------------ on request
 
@@ -283,15 +292,14 @@ class UnitsInUse(ModuleCalls, Uncopied):
             self.gathers.stamps.begin_pass()
         request = UnitValues({param: param for unit in held for param in unit.params})
         request.values.update(pair for bucket in wide for pair in bucket.values.items())
-        for unit in held:
-            unit.holds += 1
+        self._requested += held
         try:
-            self._at(Moment.BEFORE_FORWARD, _buckets_of(held), Purpose.REQUEST, tells)
+            self._at(Moment.BEFORE_FORWARD, _buckets_of(held), Purpose.REQUEST, tells=tells)
             yield request
         finally:
             request.values.clear()
             for unit in held:
-                unit.holds -= 1
+                self._requested.remove(unit)
             try:
                 for bucket in wide or _buckets_of(held) if request.are_written else ():
                     bucket.take_written()
@@ -316,3 +324,14 @@ class UnitsInUse(ModuleCalls, Uncopied):
 
 def _buckets_of(units: Iterable[Unit]) -> list[RowBucket]:
     return [bucket for unit in units for bucket in unit.buckets]
+
+
+def units_of(model: nn.Module) -> UnitsInUse | None:
+    """Return the units of a model, or of one that a module is in; None if there are none."""
+    return next(filter(None, map(UnitsInUse.on, model.modules())), None)
+
+
+def units_at(module: nn.Module) -> UnitsInUse | None:
+    """Return the units of a module that was itself wrapped or sharded in place, or None."""
+    units = UnitsInUse.on(module)
+    return units if units is not None and units.model is module else None

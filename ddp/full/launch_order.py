@@ -9,11 +9,10 @@ Note [Places of launches]
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
 
 import torch
-from torch import Tensor
 
 from zero_optim.ddp.full.unit import Unit
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
@@ -23,8 +22,9 @@ from zero_optim.ddp.reducer.backward_pass import BackwardPass
 class LaunchOrder:
     """Holds buckets back, and has them launched: Note [Places of launches]."""
 
-    def __init__(self, units: Sequence[Unit], unit_of: Mapping[Tensor, int], reducer: OwnerReducer) -> None:
+    def __init__(self, units: Sequence[Unit], reducer: OwnerReducer) -> None:
         self._units = units
+        unit_of = {param: unit.number for unit in units for param in unit.params}
         self._unit_of = [unit_of[bucket.params[0]] for bucket in reducer.assignment.buckets]
         self._reducer = weakref.ref(reducer)
         self._since = 0  # when, by the clock of calls, the first forward pass behind a backward pass began
@@ -37,7 +37,7 @@ class LaunchOrder:
     def called(self, number: int, clock: int, *, is_outermost: bool) -> None:
         """Note that a unit's call begins in a forward pass."""
         if is_outermost:
-            self._trains = torch.is_grad_enabled()
+            self._trains = torch.is_grad_enabled()  # reentrant checkpointing calls units without gradients
             self._to_gather = None  # no backward pass runs
         if not self._trains:
             return

@@ -1,16 +1,58 @@
-"""State dicts of a fully sharded model: whole on some ranks, or of each rank its own rows."""
+"""Values of a fully sharded model: `unsharded`, and state dicts, whole on some ranks or of own rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.ddp.full.in_use import UnitsInUse
-from zero_optim.ddp.full.module_hooks import units_in
+from zero_optim.comm.agreement import agree, failing_together, raise_together
+from zero_optim.ddp.full.in_use import UnitsInUse, units_of
 from zero_optim.errors import StateMismatchError
+from zero_optim.shard.registration import is_registered
 from zero_optim.shard.row_bucket import left_freed
+
+
+def units_in(module: object, hint: str) -> UnitsInUse:
+    """Return the units of a module of a fully sharded model; TypeError or ValueError if none. All call."""
+    if not isinstance(module, nn.Module):
+        name = type(module).__name__
+        raise_together(TypeError(f"expected a fully sharded model, or a module of one, got {name}"))
+    units = units_of(module)
+    if units is None:
+        if any(map(is_registered, module.parameters())):
+            hint = (
+                "this {name} lies inside a unit of a fully sharded model, which is made whole as one: give "
+                "the module that is the unit, or one around it"
+            )
+        raise_together(ValueError(hint.format(name=type(module).__name__)))  # the others wait
+    return units
+
+
+@contextmanager
+def unsharded(module: nn.Module, *, writes: bool = True) -> Iterator[None]:
+    """Make the parameters of a module whole for the time of a ``with``; all ranks enter and leave it.
+
+    Communicates: one broadcast for each owner, unit and dtype. Inside, parameters can be read, and written
+    under ``torch.no_grad()``. When it ends, each owner takes over what was written on its own rank to its
+    rows; what other ranks wrote there is dropped.
+
+    Args:
+        module: of a fully sharded model, or the wrapper itself.
+        writes: False spares the owners the copy, where nothing was written.
+
+    Raises:
+        TypeError: on every rank: it is no module on any.
+        ValueError: likewise: no module in it is fully sharded.
+    """
+    hint = "no parameter of this {name} is sharded: wrap the model in FullyShardedDataParallel first"
+    units = units_in(module, hint)
+    params = set[Tensor](module.parameters())
+    chosen = [unit for unit in units.units if not params.isdisjoint(unit.params)]
+    with units.on_request(chosen, as_kept=False) as request, units.pinned(chosen):
+        request.mark(written=writes)
+        yield
 
 
 def full_state_dict(model: nn.Module, *, ranks: Sequence[int] = (0,)) -> dict[str, Any] | None:

@@ -1,12 +1,15 @@
 """One unit, what the engine does to its buckets, and the order in which units are needed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from zero_optim.compat.autograd import in_backward
+from zero_optim.ddp.reducer.graph import on_gradient
 from zero_optim.errors import RankMismatchError
 from zero_optim.flow.pending import Pending
 from zero_optim.health.unit_stamps import Purpose
@@ -29,7 +32,7 @@ class UnitUse:
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """The parameters of a unit, and how far it is in use."""
+    """The parameters of a unit, and how far a backward pass has come with it."""
 
     number: int  # 0 is the outermost
     name: str
@@ -38,12 +41,53 @@ class Unit:
     # are trained; where some are frozen, also those of units inside it.
     waits_for: frozenset[int]
     has_frozen: bool  # so it also waits for the gradients of its inputs
-    holds: int = 0  # users that need it whole, beside calls
-    passage: UnitUse | None = None  # of its call under way, if that waits for its inputs' gradients
-    arrived: set[int] = field(default_factory=set)  # parameters with a gradient in this backward pass
+    use: UnitUse | None = None  # of its call under way, if that waits for its inputs' gradients
+    _arrived: set[int] = field(default_factory=set)  # parameters with a gradient in this backward pass
     # Calls whose outputs this backward pass has reached, each with how many of its inputs still lack their
     # gradients; 0 if none has one: then the unit stays whole until the end of the pass.
-    passages: dict[UnitUse, int] = field(default_factory=dict)
+    _uses: dict[UnitUse, int] = field(default_factory=dict)
+
+    def begin_use(self, inputs: Sequence[Tensor], came: Callable[[int, UnitUse], None]) -> None:
+        """Have ``came`` called with the gradients of a call's inputs, if a backward pass waits for them."""
+        is_again, self.use = in_backward(), None
+        if not torch.is_grad_enabled() or (is_again and self._uses):
+            return
+        tensors = [tensor for tensor in inputs if tensor.requires_grad]
+        self.use = use = UnitUse(len(tensors), is_again)
+        for tensor in tensors:
+            on_gradient(tensor, lambda _: came(self.number, use))
+        if is_again:  # reentrant checkpointing goes back through what is computed now
+            self._uses[use] = use.num_inputs
+
+    def reach(self, use: UnitUse) -> None:
+        """Note that a backward pass goes through a call's output: what was computed again, was for it."""
+        self._uses = {each: num for each, num in self._uses.items() if not each.is_again}
+        self._uses[use] = use.num_inputs
+
+    def take_input(self, use: UnitUse) -> bool:
+        """Note the gradient of a call's input; return whether the backward pass is done with the unit."""
+        if use in self._uses:
+            self._uses[use] -= 1
+            if not self._uses[use]:
+                del self._uses[use]
+                return self._end_if_done()
+        return False
+
+    def take_gradient(self, index: int) -> bool:
+        """Note the gradient of a parameter; return whether the backward pass is done with the unit."""
+        self._arrived.add(index)
+        return self._end_if_done()
+
+    def _end_if_done(self) -> bool:
+        is_done = not self._uses and self._arrived >= self.waits_for
+        if is_done:
+            self._arrived.clear()
+        return is_done
+
+    def end_pass(self) -> None:
+        """Forget a backward pass."""
+        self._arrived.clear()
+        self._uses.clear()
 
     @property
     def params(self) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """`OwnerReducer`: our reducer, with buckets that go to the owners of their parameters."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from weakref import WeakMethod
@@ -23,7 +23,7 @@ from zero_optim.ddp.reducer.assignment import (
 from zero_optim.ddp.reducer.backward_pass import BackwardPass
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.graph import accumulates
-from zero_optim.ddp.reducer.inbox import weakly
+from zero_optim.ddp.reducer.inbox import Ties, weakly
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.reducer.reduction import Launch
 from zero_optim.flow.pending import Pending
@@ -50,7 +50,7 @@ class OwnerReducer(Reducer):
         sparse: Sequence[str],
         wanted: Callable[[bool], bool | None],
         mesh: RankMesh | None = None,
-        outermost: Collection[Tensor] | None = None,  # parameters in no unit, where there are units
+        ties: Ties | None = None,  # to units
     ) -> None:
         everyone = optimizer.ranks if mesh is None else mesh.everyone
         with failing_together(everyone):
@@ -59,7 +59,6 @@ class OwnerReducer(Reducer):
             agree_between_replicas(everyone, optimizer.core.describe())
         optimizer.core.engine.reduce_to_owners()
         self._optimizer = optimizer
-        self._outermost = outermost
         self._check: ReplicaCheck | None = None
         self._local_number = -1  # of the last backward pass that was not reduced
         lanes = lanes_for_rows(optimizer.ranks, optimizer.owners())
@@ -67,11 +66,11 @@ class OwnerReducer(Reducer):
         super().__init__(
             params,
             everyone.process_group,
-            replace(options, bucket_caps_nbytes=caps, gradient_as_bucket_view=False, batched_grad_copy=False),
+            replace(options, bucket_caps_nbytes=caps),
             sparse=sparse,
             wanted=wanted,
             checks=False,
-            engine=optimizer.core.engine,
+            ties=replace(ties or Ties(optimizer.core.engine), coming=weakly(self._coming)),
         )
         phase = self._summing.phase
         across = None if mesh is None else replace(mesh.across, phase=phase)
@@ -81,39 +80,29 @@ class OwnerReducer(Reducer):
         for other in reducers_with(set(self.params)):
             if isinstance(other, OwnerReducer) and other is not self:
                 other.retire()
-        self._inbox.announce(weakly(self._coming))
         self.expect(True)  # modules may be called by themselves, before the first forward pass of the whole
-
-    def follow(self, came: Callable[[int], None], holds: Callable[[], bool]) -> None:
-        """Call `came` with a parameter's place after each gradient; `holds` says to hold full buckets."""
-        self._inbox.follower, self._to_hold = came, holds if self.options.may_be_unused else None
 
     def rebuild(self) -> bool:
         """Do nothing: buckets are those of the optimizer."""
         return False
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
-        core, reduced, params, owners = self._optimizer.core, self._reduced, self.params, self._owners()
-        index_lists = indices_of_members(reduced, [bucket.params for bucket in core.engine.buckets])
-        if self._outermost is not None and self.options.may_be_unused:
-            last = self._outermost
-            index_lists.sort(key=lambda indices: params[indices[0]] in last)
-        index_lists = [sorted(indices, reverse=True) for indices in index_lists]
+        engine, reduced, params, owners = self._ties.engine, self._reduced, self.params, self._owners()
+        index_lists = indices_of_members(reduced, [bucket.params for bucket in engine.buckets])
+        if self.options.may_be_unused:
+            index_lists.sort(key=lambda indices: params[indices[0]] in self._ties.last)
         dense = [at for at, indices in enumerate(index_lists) if not reduced.is_sparse(indices[0])]
         for at in dense[-1:]:  # the last one carries the word of a failure
             index_lists.append(index_lists.pop(at))
-        final = len(index_lists) - 1
-        carrier = final if dense else None
-        buckets = [
-            OwnerBucket(
-                indices, reduced, self.options, owners, at, is_last=at == final, carries_word=at == carrier
+
+        def make(indices: Sequence[int], *, number: int, is_last: bool) -> OwnerBucket:
+            schedule = engine.buckets_of([params[indices[0]]])[0].schedule  # of the one with all of them
+            place = reduced, self.options, number
+            return OwnerBucket(
+                sorted(indices, reverse=True), *place, is_last=is_last, schedule=schedule, owners=owners
             )
-            for at, indices in enumerate(index_lists)
-        ]
-        engine = core.engine
-        for bucket in buckets:  # each has the parameters of one of the optimizer's
-            bucket.run_by(engine.buckets_of(bucket.params)[0].schedule)
-        return BucketAssignment.of(self.names, buckets)
+
+        return BucketAssignment.of(self.names, index_lists, make)
 
     def _owners(self) -> Owners:
         optimizer, dtypes = self._optimizer, dict[Tensor, torch.dtype]()
@@ -136,11 +125,6 @@ class OwnerReducer(Reducer):
     def running(self) -> BackwardPass | None:
         """The backward pass that is running."""
         return self._inbox.current if self._inbox.is_running else None
-
-    def set_static_graph(self) -> None:
-        """See `Reducer.set_static_graph`."""
-        super().set_static_graph()
-        self._assign(None)
 
     def check_finished(self, *, waits: bool = True) -> None:
         """Do as `Reducer.check_finished`; RankMismatchError, on every rank, if replicas differ."""
@@ -166,7 +150,7 @@ class OwnerReducer(Reducer):
             assert isinstance(bucket, OwnerBucket)  # see `_assigned`
             earlier = {}
             for slot, (index, param) in enumerate(zip(bucket.indices, bucket.params, strict=True)):
-                if param.grad is not None and not self.history.carried[index]:
+                if param.grad is not None and not self.unreduced[index]:
                     earlier[slot], param.grad = param.grad, None
             bucket.begin(earlier, adds_at_once=self.defers_reports)
         return partial(self._start, line)

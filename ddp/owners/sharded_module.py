@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, NoReturn
 
+import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
@@ -30,6 +31,11 @@ class ReducedModule:
     def _wants(self, was_expected: bool) -> bool:
         """Whether the backward pass that begins is to be reduced."""
         return was_expected and self.require_backward_grad_sync
+
+    def _end_forward(self, output: object) -> None:
+        """Expect a backward pass, behind a forward pass with gradients."""
+        if torch.is_grad_enabled():
+            self._own().end_forward(output, syncs=self.require_backward_grad_sync)
 
     def check_finished(self) -> None:
         """Raise `ReductionError`, on every rank, if gradients were incomplete; all ranks call.
@@ -69,10 +75,11 @@ class ShardedModule(ReducedModule):
         """Say what this rank holds; no communication."""
         return f"{summary(self._optimizer.core)}, ZeRO stage {self._STAGE}"
 
-    def _check_frozen(self) -> None:
+    def _end_forward(self, output: object) -> None:
         names = [name for name, _ in self._frozen.unfrozen()]
-        if names:
+        if names and torch.is_grad_enabled():
             raise RuntimeError(f"{names_text(names)} {NOT_REDUCED}")
+        super()._end_forward(output)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> Tensor:  # noqa: ANN401 - as there
         """Call ``optimizer.clip_grad_norm_``; all ranks call."""

@@ -12,8 +12,9 @@ Note [Buckets in rows]
 """
 
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
@@ -88,15 +89,15 @@ class ReducedParams:
 
     @classmethod
     def of(
-        cls, params: Iterable[tuple[str, Tensor]] | Iterable[Tensor], sparse: Collection[str] = ()
+        cls, params: Iterable[object], sparse: Collection[str] = (), *, checks: bool = True
     ) -> "ReducedParams":
-        """Name parameters without names, and check them."""
+        """Name parameters without names, and check them; wrappers know that theirs get gradients."""
         pairs = []
         for number, item in enumerate(params):
             name, param = item if isinstance(item, tuple) else (f"parameter {number}", item)
             if not isinstance(param, Tensor):
                 raise TypeError(f"expected parameters or (name, parameter) pairs, got {type(param).__name__}")
-            if not param.requires_grad or not param.is_leaf:
+            if checks and not (param.requires_grad and param.is_leaf):
                 raise ValueError(f"{name} gets no gradient: expected leaf tensors with requires_grad=True")
             if getattr(param, "grad_dtype", None) not in (None, param.dtype):
                 raise ValueError(
@@ -126,20 +127,22 @@ class ReducedParams:
 
 @dataclass(frozen=True, slots=True)
 class BucketAssignment:
-    """The place of each parameter's gradient: bucket, number, slot. Buckets are in the order of reduction."""
+    """The place of each parameter's gradient: bucket and slot. Buckets are in the order of reduction."""
 
     names: Sequence[str] = ()
     buckets: Sequence[ReducerBucket] = ()
-    places: Sequence[tuple[ReducerBucket, int, int]] = ()
+    places: Sequence[tuple[ReducerBucket, int]] = ()
 
     @classmethod
-    def of(cls, names: Sequence[str], buckets: Sequence[ReducerBucket]) -> "BucketAssignment":
-        """Find the places. Each parameter is in one bucket."""
-        places = {
-            index: (bucket, bucket.number, slot)
-            for bucket in buckets
-            for slot, index in enumerate(bucket.indices)
-        }
+    def of(
+        cls, names: Sequence[str], index_lists: Sequence[Sequence[int]], make: Callable[..., ReducerBucket]
+    ) -> "BucketAssignment":
+        """Make buckets of parameters, each of which is in one, by indices, number, and ``is_last``."""
+        last = len(index_lists) - 1
+        buckets = [
+            make(indices, number=number, is_last=number == last) for number, indices in enumerate(index_lists)
+        ]
+        places = {index: (each, slot) for each in buckets for slot, index in enumerate(each.indices)}
         return cls(names, buckets, [places[index] for index in range(len(names))])
 
 
@@ -163,12 +166,8 @@ def assign(
         index_lists = assign_buckets(keys, nbytes, caps, in_order, overflow=True)
         if order is None:
             index_lists.sort(key=min, reverse=True)
-    last = len(index_lists) - 1
-    buckets = [
-        ReducerBucket(indices, reduced, options, number, is_last=number == last)
-        for number, indices in enumerate(index_lists)
-    ]
-    return BucketAssignment.of(reduced.names, buckets)
+    make = partial(ReducerBucket, reduced=reduced, options=options)
+    return BucketAssignment.of(reduced.names, index_lists, make)
 
 
 def indices_of_members(
@@ -205,21 +204,14 @@ Kind = Literal["every", "some", "learning", "learnt"]
 class History:
     """Facts learnt from the passes so far; `Reducer.reset` makes it anew."""
 
-    num_params: InitVar[int]
+    num_params: int
     num_passes: int = 0  # that were reduced
     num_buckets_reduced: int = 0  # in the last one
     last_order: list[int] = field(default_factory=list)  # parameters as gradients of the last pass came here
     looks_static: bool = True  # the same parameters were used in all passes
-    rebuild_is_due: bool = False  # buckets are to follow the order of the last pass
-    has_rebuilt: bool = False  # they do by now
     learnt: list[int] | None = None  # gradients of each parameter in a static graph, once that is known
     undefined: tuple[int, ...] = ()  # unused ones of it that took part: an ``autograd.Function`` gave None
-    unused: list[bool] = field(init=False)  # by parameter, in a static graph: no rank has a gradient
-    carried: list[bool] = field(init=False)  # by parameter: it has a gradient of a pass that was not reduced
-
-    def __post_init__(self, num_params: int) -> None:
-        self.unused = [False] * num_params
-        self.carried = [False] * num_params
+    unused: Sequence[bool] = ()  # by parameter, in a static graph, once that is known: no rank has a gradient
 
     def kind(self, options: ReducerOptions) -> Kind:
         """Return the kind of the next pass."""
@@ -227,14 +219,25 @@ class History:
             return "learning" if self.learnt is None else "learnt"
         return "some" if options.find_unused_parameters else "every"
 
+    def knows_order(self, options: ReducerOptions) -> bool:
+        """Whether buckets may follow the order of gradients from now on."""
+        num_watched = 2 if options.static_graph else 1  # as in PyTorch's reducer
+        return self.num_passes >= num_watched and (options.static_graph or not options.find_unused_parameters)
+
     def order(self) -> list[int]:
         """Return all parameters in the order of gradients; the last have none."""
-        return self.last_order + sorted(set(range(len(self.unused))) - set(self.last_order))
+        return self.last_order + sorted(set(range(self.num_params)) - set(self.last_order))
 
     def conclude(
-        self, calls: Sequence[int], order: Sequence[int], unused: Sequence[bool], options: ReducerOptions
+        self,
+        calls: Sequence[int],
+        order: Sequence[int],
+        unused: Sequence[bool],
+        num_buckets: int,
+        options: ReducerOptions,
     ) -> None:
         """Learn from an ended pass: gradients by parameter, their order, parameters that no rank used."""
+        self.num_buckets_reduced = num_buckets
         is_usual = order == self.last_order  # compared faster than sets are made
         if self.num_passes and not is_usual and set(order) != set(self.last_order):
             self.looks_static = False
@@ -244,6 +247,3 @@ class History:
             self.learnt = list(calls)
             self.unused = list(unused)
             self.undefined = tuple(index for index, count in enumerate(calls) if count and unused[index])
-        num_watched = 2 if options.static_graph else 1  # as in PyTorch's reducer
-        if self.num_passes == num_watched and (options.static_graph or not options.find_unused_parameters):
-            self.rebuild_is_due = True

@@ -58,7 +58,6 @@ class BackwardPass:
     """Counts gradients and launches buckets in order, each once it and all before it are full."""
 
     keeps_graph = False  # gradients are computed by a graph that autograd can go through again
-    is_held = False  # full buckets wait for `launch_due` or `release`: Note [Places of launches]
     is_empty = False  # this rank has no gradients for it, see `launch_zeros`
 
     def __init__(
@@ -80,6 +79,7 @@ class BackwardPass:
         # In ``Join`` not in the first pass, from which a rank without a batch learns what is used.
         may_skip = not in_join or history.num_passes > 0
         self.skips_unused = may_skip and options.skip_all_reduce_unused_params and self.kind == "some"
+        self._is_held = False  # full buckets wait for `launch_due` or `release`
         self.calls = [0] * len(assignment.names)  # how many gradients each parameter got
         self.order: list[int] = []  # parameters as their gradients came
         self.num_passed = 0  # buckets that were launched or left out: the number of the next
@@ -92,7 +92,7 @@ class BackwardPass:
         expected = history.learnt or [0 if self.kind == "learning" else 1] * len(self.calls)
         self._expected = list(expected)
         self._undefined = history.undefined
-        self._carried = history.carried
+        self._carried: Sequence[bool] = [False] * len(self.calls)  # see `end`
         self.has_word = can_carry_word and self.kind in ("every", "learnt")
         self._num_early = len(buckets) - self.has_word  # buckets that are launched when full
         self._waiting = [len(bucket.indices) for bucket in buckets]  # gradients to come, by bucket
@@ -136,8 +136,8 @@ class BackwardPass:
             self._unusual(index)
             return
         self.order.append(index)
-        bucket, number, slot = self._places[index]
-        streams = self._streams
+        bucket, slot = self._places[index]
+        number, streams = bucket.number, self._streams
         if streams is not None:
             streams.came(number)
         if slot in bucket.large_slots:
@@ -158,10 +158,10 @@ class BackwardPass:
                 self._launch_full()
 
     def _unusual(self, index: int) -> None:
-        bucket, number, slot = self._places[index]
+        bucket, slot = self._places[index]
         calls, expected = self.calls[index], self._expected[index]
         if self._streams is not None:
-            self._streams.came(number)
+            self._streams.came(bucket.number)
         if self.kind == "learning":
             if calls == 1:
                 self.order.append(index)
@@ -170,7 +170,7 @@ class BackwardPass:
                 self.note(report.MORE, index)
         elif expected or calls > 1:
             self.note(report.TWICE, index)
-        elif number < self.num_passed:
+        elif bucket.number < self.num_passed:
             self.note(report.LATE_GRADIENT, index)
         else:
             bucket.pending.append(slot)
@@ -179,15 +179,19 @@ class BackwardPass:
         """Do not wait for some parameters' gradients; call before any has come."""
         for index in indices:
             self._expected[index] = 0  # whatever comes is unusual
-            self._waiting[self._places[index][1]] -= 1
+            self._waiting[self._places[index][0].number] -= 1
         if indices:
             self._launch_full()
 
     # ------------------------------------------------------------------ buckets go
 
     def _launch_full(self) -> None:
-        while not self.is_held and self.num_passed < self._num_early and not self._waiting[self.num_passed]:
+        while not self._is_held and self.num_passed < self._num_early and not self._waiting[self.num_passed]:
             self._launch_next()
+
+    def hold(self) -> None:
+        """Launch full buckets by `launch_due`, until `release`: Note [Places of launches]."""
+        self._is_held = True
 
     def launch_due(self, is_due: Callable[[int], bool]) -> None:
         """Launch the buckets that are due, in order, up to the first that expects a gradient."""
@@ -204,7 +208,7 @@ class BackwardPass:
 
     def release(self) -> None:
         """From now on, launch buckets as soon as they are full."""
-        self.is_held = False
+        self._is_held = False
         with self._held_up:
             self._launch_full()
 
@@ -218,8 +222,7 @@ class BackwardPass:
         if self._streams is not None and self._streams.join(number):
             bucket.record_use(range(len(bucket.params)))
         self._take_rest(bucket, used)
-        misfits, bucket.misfits = bucket.misfits, []
-        for slot in misfits:
+        for slot in bucket.pop_misfits():
             self.note(report.DENSE if bucket.is_sparse else report.SPARSE, bucket.indices[slot])
         if number == self._num_early and self._failures:
             bucket.write_failure_word()  # the last, at the end: nothing more can go wrong
@@ -245,8 +248,7 @@ class BackwardPass:
 
     def launch_zeros(self, last_order: Sequence[int]) -> None:
         """Launch all buckets as they are; the other ranks use what was used in the last pass."""
-        self.is_empty, self._carried = True, [False] * len(self.calls)
-        used = frozenset(last_order)
+        self.is_empty, used = True, frozenset(last_order)
         for bucket in self._assignment.buckets:
             if self.skips_unused and used.isdisjoint(bucket.indices):
                 self.num_passed += 1
@@ -255,8 +257,9 @@ class BackwardPass:
 
     # ------------------------------------------------------------------ the end
 
-    def end(self) -> None:
-        """Take no more gradients, and launch the rest."""
+    def end(self, carried: Sequence[bool]) -> None:
+        """Launch the rest; ``carried``: by parameter, it has a gradient of a pass that was not reduced."""
+        self._carried = carried
         assert self.phase is not Phase.ENDING, "a pass ends once"
         self.phase = Phase.ENDING
         if self.kind in ("every", "learnt") and self.calls != self._expected:
@@ -272,7 +275,7 @@ class BackwardPass:
             self._launch_next()
 
     def _has_gradient(self, index: int) -> bool:
-        bucket, _, slot = self._places[index]
+        bucket, slot = self._places[index]
         return bucket.has_gradient(slot)
 
     def report(self, group: RankGroup) -> FailureReport:
@@ -311,7 +314,7 @@ class BackwardPass:
     def give(self, unused: Sequence[bool], report: FailureReport) -> None:
         """Wait for every bucket, and hand out the gradients of used parameters."""
         for bucket, reduced in self.results(report):
-            if not bucket.is_shadow:
+            if not self.is_empty:
                 bucket.give(reduced, unused)
             for slot, index in enumerate(bucket.indices if self._set_aside else ()):
                 if unused[index] and index in self._set_aside:

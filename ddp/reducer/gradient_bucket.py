@@ -27,8 +27,6 @@ _grad_of = attrgetter("grad")  # of many, faster than in a comprehension
 class ReducerBucket:
     """Gradients in one flat tensor, whole on every rank; a sparse one is alone, and is that tensor."""
 
-    schedule: Schedule = ZERO1
-
     def __init__(
         self,
         indices: Sequence[int],
@@ -37,12 +35,12 @@ class ReducerBucket:
         number: int = 0,  # in the order of reduction
         *,
         is_last: bool = True,
-        is_shadow: bool = False,  # it takes part, without gradients of this rank, in a pass of the others
+        schedule: Schedule = ZERO1,  # the row of the table by which the engine runs it
     ) -> None:
         self.indices, self._reduced, self._options = list(indices), reduced, options
+        self.number, self.is_last, self.schedule = number, is_last, schedule
         self.params = params = [reduced.params[index] for index in indices]
-        self.number, self.is_last, self.is_shadow = number, is_last, is_shadow
-        self.label = bucket_text(number, [reduced.names[index] for index in indices])  # for messages
+        self.label = bucket_text(number, [reduced.names[index] for index in indices])
         self.is_sparse = is_sparse = reduced.is_sparse(indices[0])
         self.dtype = dtype = options.dtype_of(params[0]) or params[0].dtype
         self.as_views = options.gradient_as_bucket_view and not is_sparse and dtype == params[0].dtype
@@ -54,7 +52,7 @@ class ReducerBucket:
             self.large_slots = frozenset(slot for slot, size in enumerate(nbytes) if size >= LARGE_NBYTES)
             small = [size for size in nbytes if size < LARGE_NBYTES]
             self.batch_length = max(1, BATCH_NBYTES * len(small) // max(1, sum(small)))
-        self.misfits: list[int] = []  # slots of gradients of the wrong layout, which were dropped
+        self._misfits: list[int] = []
         self.views: list[Tensor] = []  # each parameter's place in the flat tensor; none if sparse
         self.flat = _no_gradient(params[0], dtype) if is_sparse else self._allocate(dtype)
         self.can_carry_failure_word = not is_sparse and self.flat.numel() > 0  # see `write_failure_word`
@@ -67,8 +65,8 @@ class ReducerBucket:
 
     def shadow(self) -> "ReducerBucket":
         """Return a bucket of zeros, for a pass without gradients of this rank."""
-        of = self.indices, self._reduced, self._options, self.number
-        return ReducerBucket(*of, is_last=self.is_last, is_shadow=True)
+        place = self._reduced, self._options, self.number
+        return ReducerBucket(self.indices, *place, is_last=self.is_last, schedule=self.schedule)
 
     @property
     def nbytes(self) -> int:
@@ -104,17 +102,15 @@ class ReducerBucket:
         slots, self.pending = self.pending, []
         self.take(slots, divisor)
 
+    def pop_misfits(self) -> list[int]:
+        """Return the slots of gradients of the wrong layout that were dropped, once."""
+        misfits, self._misfits = self._misfits, []
+        return misfits
+
     def record_use(self, slots: Iterable[int]) -> None:
         """Keep gradients of other streams until the current stream has read them."""
         grads = [self.params[slot].grad for slot in slots]
         streams.record_use(*[grad for grad in grads if grad is not None])
-
-    def run_by(self, recipe: Schedule) -> None:
-        """Take the row of the table by which the engine runs this bucket."""
-        self.schedule = recipe
-
-    def free(self) -> None:
-        """Let go of rows to send; this bucket has none."""
 
     def take(self, slots: Sequence[int], divisor: float) -> None:
         """Copy gradients in, divided, or zeros where there is none."""
@@ -151,7 +147,7 @@ class ReducerBucket:
 
     def take_one(self, slot: int, divisor: float) -> None:
         """Copy one gradient in, divided, or zeros if there is none."""
-        grad = self._gradient(slot)
+        grad = self._take_gradient(slot)
         if self.is_sparse:
             dtype = self.dtype
             self.flat = _no_gradient(self.params[0], dtype) if grad is None else grad.to(dtype) / divisor
@@ -174,11 +170,11 @@ class ReducerBucket:
         if self.as_views:
             self.params[slot].grad = view
 
-    def _gradient(self, slot: int) -> Tensor | None:
+    def _take_gradient(self, slot: int) -> Tensor | None:
         """Return a parameter's gradient; note and drop one of the wrong layout."""
         param = self.params[slot]
         if param.grad is not None and param.grad.is_sparse != self.is_sparse:
-            self.misfits.append(slot)
+            self._misfits.append(slot)
             param.grad = None
         return param.grad
 

@@ -7,6 +7,7 @@ Note [Passes that break off]
 """
 
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakMethod
@@ -20,50 +21,57 @@ from zero_optim.compat.autograd import after_backward
 from zero_optim.ddp.reducer.backward_pass import BackwardPass, Phase
 from zero_optim.ddp.reducer.graph import nearest, on_gradient, reaches, refuse_distributed_backward
 from zero_optim.ddp.reducer.report import REPLACED, SWAPPED
+from zero_optim.shard.engine import Engine
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Ties:
+    """What ties a reducer to an optimizer and to units; `weakly` makes the functions."""
+
+    engine: Engine  # runs the rows of the buckets
+    coming: Callable[[int], None] | None = None  # called before a pass has its first gradient
+    follow: Callable[[int], None] | None = None  # called with a parameter's place when its gradient came
+    begin: Callable[[], bool | None] | None = None  # returns if full buckets wait: Note [Places of launches]
+    last: Collection[Tensor] = ()  # whose buckets are launched last, where parameters may be unused
+
+
 class Inbox:
     """The parameters' hooks, which keep it alive, and the current backward pass."""
 
-    def __init__(self, params: Sequence[Tensor], take_first: Callable[[int], None]) -> None:
+    def __init__(self, params: Sequence[Tensor], take_first: Callable[[int], None], ties: Ties) -> None:
         self.current: BackwardPass | None = None  # runs, or has broken off and was not ended yet
         self.handles: list[RemovableHandle] = []
-        self.follower: Callable[[int], None] | None = None  # called last; made, as `take_first`, by `weakly`
         self._params = params
         self._tensors = list(map(private.cdata, params))
-        running = Phase.RUNNING  # found faster here
+        running, follow, coming = Phase.RUNNING, ties.follow, ties.coming  # found faster here
 
-        def hook_of(index: int) -> Callable[[Tensor], None]:
-            def hook(_: Tensor) -> None:
-                current = self.current
-                if current is not None and current.phase is running:
-                    current.arrived(index)
-                else:
-                    take_first(index)
-                if self.follower is not None:
-                    self.follower(index)
+        def came(index: int, _: Tensor) -> None:
+            current = self.current
+            if current is not None and current.phase is running:
+                current.arrived(index)
+            else:
+                take_first(index)
+            if follow is not None:
+                follow(index)
 
-            return hook
+        def comes(index: int, _: Tensor) -> None:
+            if coming is not None and not self.is_running:
+                coming(index)
 
         for index, param in enumerate(params):
             untyped: Any = param
-            self.handles.append(untyped.register_post_accumulate_grad_hook(hook_of(index)))
+            if not param.requires_grad:  # the model is only evaluated
+                continue
+            self.handles.append(untyped.register_post_accumulate_grad_hook(partial(came, index)))
+            if coming is not None:
+                self.handles.append(on_gradient(param, partial(comes, index)))
 
-    def announce(self, coming: Callable[[int], None]) -> None:
-        """Call ``coming``, made by `weakly`, before autograd computes a pass's first gradient."""
-
-        def hook_of(index: int) -> Callable[[Tensor], None]:
-            def hook(_: Tensor) -> None:
-                if not self.is_running:
-                    coming(index)
-
-            return hook
-
-        for index, param in enumerate(self._params):
-            self.handles.append(on_gradient(param, hook_of(index)))
+    def use(self, current: BackwardPass | None) -> None:
+        """Give gradients to a pass that begins; None when it has ended."""
+        self.current = current
 
     def lost(self, calls: Sequence[int], module: nn.Module, before: Collection[Tensor]) -> dict[int, str]:
         """Say why parameters get no gradient any more, by place; the module had ``before``."""

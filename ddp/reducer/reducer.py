@@ -23,7 +23,7 @@ from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.ddp.reducer.assignment import BucketAssignment, History, ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassWithGraph, Phase, Reductions
 from zero_optim.ddp.reducer.graph import UnusedSearch, refuse_distributed_autograd, tensors_in
-from zero_optim.ddp.reducer.inbox import Inbox, announce_backward, remove, weakly, when_backward_ends
+from zero_optim.ddp.reducer.inbox import Inbox, Ties, announce_backward, remove, weakly, when_backward_ends
 from zero_optim.ddp.reducer.reduction import Hook, HookSlot, Launch
 from zero_optim.ddp.reducer.report import WITHOUT_GRAPH, WRAPPED_ANEW, FailureReport
 from zero_optim.errors import ReductionError
@@ -54,7 +54,6 @@ class Reducer:
     """
 
     checks_first = False  # a pass that is found to be bad when it ends hands out no gradients
-    _to_hold: Callable[[], bool] | None = None  # tells if full buckets wait for a caller to launch them
     _members: tuple[nn.Module, set[Tensor]] = nn.Module(), set()
 
     def __init__(
@@ -66,15 +65,16 @@ class Reducer:
         sparse: Collection[str] = (),
         wanted: Callable[[bool], bool | None] | None = None,
         checks: bool = True,
-        engine: Engine | None = None,
+        ties: Ties | None = None,
     ) -> None:
-        self._engine = Engine() if engine is None else engine
+        self._ties = Ties(Engine()) if ties is None else ties
         self.options = ReducerOptions() if options is None else options
         params = as_lists(params)
         self._use(RankGroup.of(process_group, params).within(self.options.timeout))
         with failing_together(self.group if checks else None):
-            self._reduced = reduced = ReducedParams.of(params, sparse)
-            self.group.check_serves(reduced.params)
+            self._reduced = reduced = ReducedParams.of(params, sparse, checks=checks)
+            if checks:
+                self.group.check_serves(reduced.params)
         if checks:
             agree(self.group, [repr(self.options), *reduced.describe()], "what the reducer was given")
         self.names, self.params = reduced.names, reduced.params
@@ -82,7 +82,7 @@ class Reducer:
         self.slot = HookSlot()
         self._wanted = wanted
         self._is_expected = self._is_replaced = False
-        self._inbox = Inbox(self.params, weakly(self._first_arrived))
+        self._inbox = Inbox(self.params, weakly(self._first_arrived), self._ties)
         weakref.finalize(self, remove, self._inbox.handles)
         self.reset()
         add_reducer(self)
@@ -91,34 +91,26 @@ class Reducer:
 
     def reset(self) -> None:
         """Begin anew: first buckets, nothing learnt. All ranks call, between iterations."""
-        self._inbox.current = None
-        self.slot.failure = None
-        self.history = History(len(self.params))
+        self._inbox.use(None)
+        self.slot.forget()
+        self.history, self.has_rebuilt = History(len(self.params)), False
+        self.unreduced = [False] * len(self.params)  # its last gradient came in a pass that was not reduced
         self._divisor: Callable[[], float] | None = None  # of the next pass, in Join; None for `size`
         self._search = UnusedSearch()
         self._unread: list[FailureReport] = []  # of passes that have ended
-        self.futures: list[torch.futures.Future[object]] = []  # waited for when the next pass ends
+        self._futures: list[torch.futures.Future[object]] = []  # waited for when the next pass ends
         self._assign(None)
-
-    def divide_next(self, divisor: Callable[[], float]) -> None:
-        """Divide the sums of the next pass, which is in ``Join``, by a number that may not be known yet."""
-        self._divisor = divisor
 
     def look_into(self, module: nn.Module) -> None:
         """Look, after passes that give parameters no gradient, whether the module still has them."""
         self._members = module, set(module.parameters())
-
-    @property
-    def unreduced(self) -> Sequence[bool]:
-        """By parameter: its last gradient came in a pass that was not reduced."""
-        return self.history.carried
 
     def use_group(self, process_group: dist.ProcessGroup | None) -> None:
         """Average over other ranks from now on; all of these call, between iterations, then `reset`."""
         self._use(replace(RankGroup.of(process_group, self.params), phase=self.group.phase))
 
     def _use(self, group: RankGroup) -> None:
-        self.group, self._summing, self._activity = group, group.during("reduce"), group.works.log.activity
+        self.group, self._summing = group, group.during("reduce")
         watch(self, group, self.options.on_stall)
 
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
@@ -130,41 +122,37 @@ class Reducer:
         self.assignment = self._assigned(order)
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
-        return assign(self._reduced, self.options, order, self.slot.members())
+        return assign(self._reduced, self.options, order, self.slot.take_members())
 
     @torch.no_grad()
     def rebuild(self) -> bool:
         """Rebuild buckets in rank 0's order of gradients, if due; returns whether it did. All ranks call."""
-        history = self.history
         if self._inbox.is_running:
             return False
-        self._name_buckets()
-        if not history.rebuild_is_due:
+        is_renamed = self.slot.members_changed
+        if not self.history.knows_order(self.options) or (self.has_rebuilt and not is_renamed):
+            if is_renamed:
+                self._assign(None)
             return False
-        history.rebuild_is_due = False
-        agreed = to_device(torch.tensor(history.order(), dtype=torch.int64, device="cpu"), self.group.device)
+        agreed = to_device(
+            torch.tensor(self.history.order(), dtype=torch.int64, device="cpu"), self.group.device
+        )
         # Not "agree": where it meets an agreement, ranks have made different calls, which is to be seen.
         for work in self.group.during("order").broadcast_rows([(0, agreed)], "gradients"):
             work.wait()
         self._assign(self.group.read(HostCopy(agreed)).tolist())  # the CPU waits, this once
         for bucket in self.assignment.buckets:
             bucket.adopt()
-        history.has_rebuilt = True
+        self.has_rebuilt = True
         return True
-
-    def _name_buckets(self) -> None:
-        """Use the hook's new buckets: at once, or at the next pass if gradients have an order."""
-        if self.slot.members_changed and self.history.has_rebuilt:
-            self.history.rebuild_is_due = True
-        elif self.slot.members_changed:
-            self._assign(None)
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let ``hook(state, bucket) -> Future[Tensor]`` reduce buckets, and divide by the number of ranks."""
         if self._inbox.is_running:
             raise RuntimeError("a comm hook must be registered before backward() begins")
         self.slot.register(state, hook)
-        self._name_buckets()
+        if self.slot.members_changed and not self.has_rebuilt:
+            self._assign(None)
 
     def expect(self, is_expected: bool) -> None:
         """Set the argument of ``wanted`` for passes from now on."""
@@ -172,6 +160,14 @@ class Reducer:
 
     def _is_wanted(self, *, was_prepared: bool = False) -> bool:
         return self._wanted is None or bool(self._wanted(was_prepared or self._is_expected))
+
+    def divide_by(self, divisor: Callable[[], float]) -> None:
+        """Divide the gradients of the next pass by the number of ranks that take part, in ``Join``."""
+        self._divisor = divisor
+
+    def wait_for(self, futures: Iterable[torch.futures.Future[object]]) -> None:
+        """Wait for these too when the next pass ends."""
+        self._futures += futures
 
     def set_static_graph(self) -> None:
         """Expect every pass to be like the next; all ranks call, before their first backward pass."""
@@ -194,13 +190,13 @@ class Reducer:
     def begin_forward(self) -> None:
         """Begin a forward pass whose backward pass must be reduced; raises as `check_finished`."""
         self._check_current()
-        self._activity.begin("forward pass")
+        self.group.works.log.activity.begin("forward pass")
         self.check_finished(waits=False)
 
     def end_forward(self, output: object, *, syncs: bool) -> None:
         """End a forward pass with gradients; if it `syncs`, its backward pass must be reduced."""
         self._check_current()
-        self._activity.end("forward pass")
+        self.group.works.log.activity.end("forward pass")
         self.expect(syncs)
         if syncs:
             self.prepare(output)
@@ -236,7 +232,7 @@ class Reducer:
         if self._is_wanted():
             self._begin().arrived(index)
         else:
-            self.history.carried[index] = True
+            self.unreduced[index] = True
 
     def _begin(self) -> BackwardPass:
         self.check_finished(waits=False)
@@ -245,9 +241,10 @@ class Reducer:
         if self.slot.is_empty:
             divisor = self.group.size if self._divisor is None else self._divisor()
         current = self._new_pass(self.assignment, divisor, in_join=self._divisor is not None)
-        self._activity.begin("backward pass")
-        current.is_held = self._to_hold is not None and self._to_hold()
-        self._inbox.current = current
+        self.group.works.log.activity.begin("backward pass")
+        if self.options.may_be_unused and self._ties.begin is not None and self._ties.begin():
+            current.hold()
+        self._inbox.use(current)
         when_backward_ends(lambda: self._finish(current), current.break_off)
         learnt = self.history.learnt
         unused = [index for index, calls in enumerate(learnt or ()) if not calls]
@@ -260,7 +257,7 @@ class Reducer:
             assignment,
             self.history,
             self.options,
-            Reductions(self._engine, self._open()),
+            Reductions(self._ties.engine, self._open()),
             divisor=divisor,
             can_carry_word=self.slot.is_empty and assignment.buckets[-1].can_carry_failure_word,
             in_join=in_join,
@@ -276,7 +273,7 @@ class Reducer:
 
     @torch.no_grad()
     def _finish(self, current: BackwardPass) -> None:
-        self._inbox.current = None
+        self._inbox.use(None)
         try:
             with self._held_up():
                 self._conclude(current)
@@ -284,7 +281,7 @@ class Reducer:
             current.give_back(drops=True)
             raise
         finally:
-            self._activity.end("backward pass")
+            self.group.works.log.activity.end("backward pass")
         current.give_back(drops=False)  # torch.autograd.grad went through an output: no pass at all
 
     def _conclude(self, current: BackwardPass) -> None:
@@ -294,11 +291,11 @@ class Reducer:
             current.note(text, index)
         if not (any(current.calls) or current.asks_for_use or broke_off or lost):
             return  # torch.autograd.grad went through the output, and computed no parameter's gradient
-        self.history.carried = [False] * len(self.params)
+        carried, self.unreduced = self.unreduced, [False] * len(self.params)
         self.group.phase.traffic.count_step()
         defers = self.defers_reports and self._divisor is None and current.kind != "learning"
         self._divisor = None
-        current.end()
+        current.end(carried)
         self._hand_out(current, defers=defers, drops=broke_off and defers)  # nobody is told yet
         if current.keeps_graph and any(current.calls):
             warnings.warn(WITHOUT_GRAPH, stacklevel=2)
@@ -312,7 +309,7 @@ class Reducer:
         if checks_first:
             current.check(report)
         used = report.read_used() if current.asks_for_use else []
-        unused = [not flag for flag in used] or self.history.unused
+        unused = [not flag for flag in used] or self.history.unused or [False] * len(self.params)
         with self.slot.minding():
             if drops:
                 for bucket, _ in current.results(report):
@@ -320,7 +317,7 @@ class Reducer:
                         bucket.flat.zero_()
             else:
                 current.give(unused, report)
-        futures, self.futures = self.futures, []
+        futures, self._futures = self._futures, []
         for future in futures:
             future.wait()
         history, calls, order = self.history, current.calls, current.order
@@ -328,8 +325,7 @@ class Reducer:
             calls, order = [int(flag) for flag in used], history.last_order
             if current.kind == "some" and not order:
                 order = [index for index, flag in enumerate(used) if flag]
-        history.num_buckets_reduced = len(current.launched)
-        history.conclude(calls, order, unused, self.options)
+        history.conclude(calls, order, unused, len(current.launched), self.options)
         if defers:
             report.put_off()
             self._unread.append(report)

@@ -49,6 +49,14 @@ class HookSlot:
         """Whether there is no hook."""
         return self._hook is None
 
+    def forget(self) -> None:
+        """Forget a failure, where all begins anew."""
+        self.failure = None
+
+    def rename(self, name: str) -> None:
+        """Show the hook by another name in statistics."""
+        self.name = name
+
     def register(self, state: object, hook: Hook) -> None:
         """Set the hook; see `Reducer.register_comm_hook`."""
         _check_hook(hook)
@@ -67,8 +75,8 @@ class HookSlot:
         """Whether `members` would now return another value."""
         return self._names is not None and self._names.version() != self._version
 
-    def members(self) -> Members | None:
-        """Return the parameters of the hook's buckets; None if it names none."""
+    def take_members(self) -> Members | None:
+        """Return the parameters of the hook's buckets, which count from now on; None if it names none."""
         if self._names is None:
             return None
         self._version = self._names.version()

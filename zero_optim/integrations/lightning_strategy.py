@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from zero_optim.checkpoint import load, peek, save
-from zero_optim.ddp.full.module_hooks import units_of, unsharded
+from zero_optim.ddp.full.in_use import units_of
+from zero_optim.ddp.full.sharded_state import unsharded
 from zero_optim.integrations.stages import WRAPPERS, check_stage, inner, sharded_parts, whole_state
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 

@@ -8,7 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel, full_state_dict
-from zero_optim.ddp.full.module_hooks import units_at, units_in, units_of
+from zero_optim.ddp.full.in_use import units_at, units_of
+from zero_optim.ddp.full.sharded_state import units_in
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.shard.row_bucket import left_freed
 
