@@ -257,8 +257,11 @@ use_loopback()
 path, rank = sys.argv[1:]
 dist.init_process_group("gloo", store=dist.FileStore(path + ".store", 2), rank=int(rank), world_size=2)
 write = saving.write_tensors
+def start_none(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
 def write_at_exit(*args):
     threading.main_thread().join()
+    threading.Thread.start = start_none  # as Python 3.12 has it
     return write(*args)
 saving.write_tensors = write_at_exit
 torch.manual_seed(0)

@@ -72,7 +72,11 @@ def _wait_for_pairs(handle: Paired, is_given_up: Callable[[], bool]) -> bool:
         with suppress(RuntimeError):  # the caller raises it
             sent.wait()
 
-    thread = start_thread(wait, "zero_optim sends")
+    try:
+        thread = start_thread(wait, "zero_optim sends")
+    except RuntimeError:  # Python ends, as under a save for which nobody waits
+        handle.wait()
+        return True
     for work in handle.receives:
         work.wait()
     was_given_up = False
