@@ -99,11 +99,13 @@ class Accelerator:
         return torch.futures.Future(devices=[device])
 
 
-@lru_cache  # what a device is does not change
 def accelerator_of(device: torch.device) -> Accelerator | None:
     """Return the streams of a device; None for a device without streams."""
-    if device.type in ("cpu", "meta"):
-        return None
+    return None if device.type in ("cpu", "meta") else _accelerator_of(device)
+
+
+@lru_cache  # what a device is does not change; dynamo warns where it traces this
+def _accelerator_of(device: torch.device) -> Accelerator | None:
     module = torch.get_device_module(device)
     # MPS does everything in one order; its Stream of PyTorch 2.15 knows no events, and there is no `device`.
     return Accelerator(module) if hasattr(module, "Stream") and hasattr(module, "device") else None

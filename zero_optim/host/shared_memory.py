@@ -127,10 +127,10 @@ class SharedMemory:
             number, of_kind, _, _, nbytes = _HEAD.from_buffer_copy(heads[0])[:5]
             if not tag or (number, of_kind) != (work.number, kind):
                 return False
-            step.skip_behind(1 + num_heads, LINE + nbytes)
+            receivers[0].steps[0].skip_behind(1 + num_heads, LINE + nbytes)  # not by name: no cycle keeps it
             return True
 
-        step = Step(work, receivers, [(LINE, check), *filter(_PART_LENGTH, parts)])
+        Step(work, receivers, [(LINE, check), *filter(_PART_LENGTH, parts)])
 
     # ------------------------------------------------------------------ bytes move
 
