@@ -112,6 +112,9 @@ class Owners:
         return gradient
 
 
+_FEW = 4  # parts of a gradient that are copied and divided in one go, one by one
+
+
 @dataclass(slots=True, eq=False)
 class _Filling:
     earlier: dict[int, Tensor] = field(default_factory=dict)  # by slot, gradients of earlier passes
@@ -149,25 +152,20 @@ class OwnerBucket(ReducerBucket):
         lengths = [aligned(end + carries_word, alignment) for end in ends]
         self._mine = list(self._places_of(rows[owners.rank].extents if owners.rank in rows else ()))
         self._slices = Slices(owners.rank, tuple(lengths))
+        self._has_gaps = sum(ends) > sum(param.numel() for param in params)
         # The word is behind each row's elements.
         starts = list(accumulate(lengths, initial=0))
         words = torch.tensor(list(map(add, starts, ends)) if carries_word else [], device="cpu")
         self._words = words.to(params[0].device) if carries_word else None
         self.can_carry_failure_word = carries_word
         self._end = ends[owners.rank]
-        self._cells: list[list[Extent]] = [[] for _ in params]  # by slot, where the elements are
-        for row in rows.values():
-            for extent in row.extents:
-                self._add(extent._replace(offset=starts[row.owner] + extent.offset))
+        # By slot, where the elements are: the number of the place, and the extent in the flat tensor.
+        self._cells: list[list[tuple[int, Extent]]] = [[] for _ in params]
+        pairs = ((starts[row.owner], extent) for row in rows.values() for extent in row.extents)
+        extents = (extent._replace(offset=start + extent.offset) for start, extent in pairs)
+        for place, extent in enumerate(_joined(extents)):
+            self._cells[extent.param].append((place, extent))
         self._filling = _Filling()
-
-    def _add(self, extent: Extent) -> None:
-        """Add a cell; one that adjoins the last, as those of following ranks do, becomes a part of that."""
-        cells = self._cells[extent.param]
-        if cells and (cells[-1].stop, cells[-1].end) == (extent.start, extent.offset):
-            cells[-1] = cells[-1]._replace(stop=extent.stop)
-        else:
-            cells.append(extent)
 
     def _places_of(self, own: Iterable[Extent]) -> Iterator[tuple[int, Sequence[int], Sequence[int], int]]:
         for slot, start, stop, offset in own:
@@ -206,20 +204,21 @@ class OwnerBucket(ReducerBucket):
         if self.is_sparse or not slots:
             super().take(slots, divisor)
             return
+        flat = self._filled(zeros=self._has_gaps)
         targets, sources = [], []
-        for target, source in self._places(self._filled(zeros=False), slots):
+        for target, source in self._places(flat, slots):
             if source is None:
                 target.zero_()
             else:
                 targets.append(target)
                 sources.append(source)
-        if len(slots) == 1 and divisor != 1 and sources and self.dtype == sources[0].dtype:
+        if len(slots) == 1 and 0 < len(targets) <= _FEW and divisor != 1 and flat.dtype == sources[0].dtype:
             for target, source in zip(targets, sources, strict=True):
                 torch.mul(source, 1 / divisor, out=target)
         elif targets:
             private.foreach_copy_(targets, sources)
             if divisor != 1:
-                private.foreach_mul_(targets, 1 / divisor)
+                self._multiply(flat, slots, 1 / divisor)
 
     def _filled(self, *, zeros: bool) -> Tensor:
         """Return the rows of this pass, new ones as zeros if so; the current stream may write there."""
@@ -241,12 +240,20 @@ class OwnerBucket(ReducerBucket):
                 self._cells[slot],
             )
             if len(cells) == 1:
-                yield flat.as_strided(shape, strides, cells[0].offset), gradient
+                yield flat.as_strided(shape, strides, cells[0][1].offset), gradient
                 continue
             whole = None if gradient is None else in_order_of_memory(gradient, strides)
-            for extent in cells:
+            for _, extent in cells:
                 part = None if whole is None else whole[extent.start : extent.stop]
                 yield flat[extent.offset : extent.end], part
+
+    def _multiply(self, flat: Tensor, slots: Sequence[int], factor: float) -> None:
+        """Multiply gradients in the rows, neighbours as one tensor: launches do not grow with the ranks."""
+        ends: dict[int, tuple[int, int]] = {}  # of runs: offsets, by the place behind
+        for place, extent in sorted(cell for slot in slots for cell in self._cells[slot]):
+            start, _ = ends.pop(place, (extent.offset, 0))
+            ends[place + 1] = start, extent.end
+        private.foreach_mul_([flat[start:stop] for start, stop in ends.values()], factor)
 
     def _take_gradient(self, slot: int) -> Tensor | None:
         if not self._filling.is_open:  # the pass broke off: what is there now is not of it
@@ -312,3 +319,15 @@ class OwnerBucket(ReducerBucket):
             self.pending = []
         if self.is_sparse:
             super().take_one(0, 1.0)  # no gradient
+
+
+def _joined(extents: Iterable[Extent]) -> list[Extent]:
+    """Join the pieces of a parameter that adjoin in the flat tensor, as those of following ranks do."""
+    joined: list[Extent] = []
+    for extent in extents:
+        ends = [(last.param, last.stop, last.end) for last in joined[-1:]]
+        if ends == [(extent.param, extent.start, extent.offset)]:
+            joined[-1] = joined[-1]._replace(stop=extent.stop)
+        else:
+            joined.append(extent)
+    return joined
