@@ -25,7 +25,6 @@ NOT_PYTORCH = {"_ArgumentGroup", "_Unpickler", "_exit", "_replace"}  # of argpar
 PARTS = {"core", "inputs", "gathers", "local", "optimizer", "owned", "registration", "sharding", "snapshot"}
 WRITTEN_ELSEWHERE = {
     *("grad", "data", "state", "param_groups", "value", "atexit"),  # of PyTorch, ctypes and weakref
-    "reduced",  # what a comm hook has reduced to owners, which forgets it
     # What runs in a process group, which whoever starts it and the watchdog record.
     *("apart", "exits", "explain", "has_failed", "outstanding", "shares_memory"),
 }

@@ -83,6 +83,22 @@ class DeepSpeed2(DeepSpeed):
     stage = 2
 
 
+def ours(system: System, optimizer_class: Callable[..., Any]) -> ZeroRedundancyOptimizer:
+    """Build our optimizer; the state of wrappers of optimizers cannot be saved."""
+    options = system.trial.options | ({"allow_unsaved": True} if system.trial.wraps else {})
+    return ZeroRedundancyOptimizer(system.groups(), optimizer_class, **options)
+
+
+def save(system: System, folder: Path) -> None:
+    """Save with our checkpoints."""
+    checkpoint.save(folder / "saved", model=system.model, optimizer=system.optimizer)
+
+
+def load(system: System, folder: Path) -> None:
+    """Load what `save` wrote."""
+    checkpoint.load(folder / "saved", model=system.model, optimizer=system.optimizer)
+
+
 class Ours(System):
     """zero_optim: the optimizer and DDP."""
 
@@ -90,8 +106,7 @@ class Ours(System):
     package = "zero_optim"
 
     def build(self, optimizer_class: Callable[..., Any]) -> None:
-        options = self.trial.options | ({"allow_unsaved": True} if self.trial.wraps else {})
-        self.optimizer = ZeroRedundancyOptimizer(self.groups(), optimizer_class, **options)
+        self.optimizer = ours(self, optimizer_class)
         self.wrap()
 
     def wrap(self) -> None:
@@ -100,11 +115,7 @@ class Ours(System):
     def clip(self, max_norm: float) -> float:
         return float(self.optimizer.clip_grad_norm_(max_norm))
 
-    def save(self, folder: Path) -> None:
-        checkpoint.save(folder / "saved", model=self.model, optimizer=self.optimizer)
-
-    def load(self, folder: Path) -> None:
-        checkpoint.load(folder / "saved", model=self.model, optimizer=self.optimizer)
+    save, load = save, load
 
 
 class Ours2(Ours):
@@ -140,25 +151,17 @@ class OursOnFSDP2(FSDP2):
 
     title = "zero_optim on FSDP2"
     package = "zero_optim"
-
     unkept: ClassVar[tuple[str, ...]] = ("heavyball", "schedulefree")  # by DCP: no names, train mode
 
     def build(self, optimizer_class: Callable[..., Any]) -> None:
         self.wrap()
-        options = self.trial.options | ({"allow_unsaved": True} if self.trial.wraps else {})
-        self.optimizer = ZeroRedundancyOptimizer(self.groups(), optimizer_class, **options)
+        self.optimizer = ours(self, optimizer_class)
 
     def save(self, folder: Path) -> None:
-        if self.trial.package not in self.unkept:
-            super().save(folder)
-        else:
-            checkpoint.save(folder / "saved", model=self.model, optimizer=self.optimizer)
+        save(self, folder) if self.trial.package in self.unkept else super().save(folder)
 
     def load(self, folder: Path) -> None:
-        if self.trial.package not in self.unkept:
-            super().load(folder)
-        else:
-            checkpoint.load(folder / "saved", model=self.model, optimizer=self.optimizer)
+        load(self, folder) if self.trial.package in self.unkept else super().load(folder)
 
 
 SYSTEMS: dict[str, type[System]] = {

@@ -145,10 +145,8 @@ class UnitsInUse(ModuleCalls, Uncopied):
     def begin_pass(self, args: Any, kwargs: Any) -> Any:  # noqa: ANN401 - the user's
         """Forget what an exception has ended without a hook, as a Ctrl-C does; then the wrapper begins."""
         self._visits.break_off()
-        if not in_backward():
-            self._end_backward(
-                self._backward.now, broke_off=True
-            )  # a thread of the engine may not have let go of it yet
+        if not in_backward():  # a thread of the engine may not have let go of it yet
+            self._end_backward(self._backward.now, broke_off=True)
         if isinstance(self._reads.user, Call):
             self._reads.end(self._reads.user)
         return self._before(args, kwargs)

@@ -234,11 +234,8 @@ class OwnerBucket(ReducerBucket):
     def _places(self, flat: Tensor, slots: Sequence[int]) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield each place in the rows, and what belongs there; gradients leave their parameters."""
         for slot in slots:
-            gradient, (shape, strides), cells = (
-                self._take_gradient(slot),
-                self._forms[slot],
-                self._cells[slot],
-            )
+            gradient, cells = self._take_gradient(slot), self._cells[slot]
+            shape, strides = self._forms[slot]
             if len(cells) == 1:
                 yield flat.as_strided(shape, strides, cells[0][1].offset), gradient
                 continue

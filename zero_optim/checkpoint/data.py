@@ -22,6 +22,7 @@ from zero_optim.comm.wire import memory_of
 from zero_optim.errors import CheckpointError
 from zero_optim.plan.pieces import num_rows
 from zero_optim.plan.plan import ALIGNMENT_NBYTES
+from zero_optim.plan.strides import contiguous_strides
 
 # A large tensor has a checksum for each block of rows of about this size. A load that wants some of its rows
 # reads at most one block too many at both ends.
@@ -135,6 +136,11 @@ def lazy(
 def loaded(tensor: Any) -> Tensor:  # noqa: ANN401 - it has attributes of ours
     """Read a tensor that is `lazy`; others stay as they are."""
     return tensor.read() if hasattr(tensor, "read") else tensor  # type: ignore[no-any-return]
+
+
+def mapped(tensor: Any) -> Tensor | None:  # noqa: ANN401 - it has attributes of ours
+    """Map a tensor that is `lazy`, None if it has to be `loaded`; others stay as they are."""
+    return tensor.mapped() if hasattr(tensor, "mapped") else tensor  # type: ignore[no-any-return]
 
 
 def data_name(token: str, rank: int) -> str:
@@ -268,8 +274,7 @@ class CheckpointReader:
             self.read(key, chunk)
         ((name, start),) = runs
         assert entry.dtype is not None  # `_entry` has refused bytes
-        strides = torch.empty(entry.shape, device="meta").stride()
-        return map_file(self.folder / name, start, entry.dtype, entry.shape, strides)
+        return map_file(self.folder / name, start, entry.dtype, entry.shape, contiguous_strides(entry.shape))
 
 
 def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:

@@ -21,6 +21,7 @@ from zero_optim.dtensor.placement import chunks_of, is_dtensor, local_rows
 from zero_optim.health.watchdog import patient, watching
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Pieces
+from zero_optim.plan.strides import contiguous_strides
 from zero_optim.shard.places import is_freed, shown_when_freed
 from zero_optim.shard.row_bucket import KeptRows, left_freed
 
@@ -135,8 +136,8 @@ class Objects:
                 )
             if param not in first:
                 stands_in = shown_when_freed(param.shape, param.dtype, param.device)
-                strides = torch.empty(param.shape, device="meta").stride()
-                first[param] = HeldRows(stands_in, KeptRows(strides, local_rows(param)), rows)
+                kept = KeptRows(contiguous_strides(param.shape), local_rows(param))
+                first[param] = HeldRows(stands_in, kept, rows)
             self.held[name] = first[param]
 
     @contextmanager

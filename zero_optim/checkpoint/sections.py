@@ -20,7 +20,7 @@ from zero_optim.checkpoint.content import (
     RankContent,
     model_parts,
 )
-from zero_optim.checkpoint.data import CheckpointReader, lazy, loaded, map_file, with_strides
+from zero_optim.checkpoint.data import CheckpointReader, lazy, loaded, map_file, mapped, with_strides
 from zero_optim.checkpoint.files import open_part, write_all
 from zero_optim.checkpoint.objects import positional
 from zero_optim.checkpoint.values import Json, key_of, unpack, without_arrays
@@ -205,9 +205,9 @@ def state_dict_of(
 def mapping(source: RankContent, out: Path) -> Callable[[str, Sequence[int]], Tensor]:
     """Return a function that maps tensors from files; if need be from a temporary one next to ``out``."""
 
-    def mapped(key: str, strides: Sequence[int]) -> Tensor:
-        saved: Any = source.tensors[key]
-        tensor: Tensor | None = saved.mapped() if hasattr(saved, "mapped") else saved
+    def get(key: str, strides: Sequence[int]) -> Tensor:
+        saved = source.tensors[key]
+        tensor = mapped(saved)
         is_all = tensor is not None and tensor.untyped_storage().nbytes() == tensor.nbytes
         if tensor is not None and is_all and (tensor.stride() == tuple(strides) or not tensor.numel()):
             return tensor
@@ -223,7 +223,7 @@ def mapping(source: RankContent, out: Path) -> Callable[[str, Sequence[int]], Te
         finally:
             path.unlink(missing_ok=True)
 
-    return mapped
+    return get
 
 
 def torch_save(value: object, file: IO[bytes]) -> None:

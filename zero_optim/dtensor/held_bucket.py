@@ -199,8 +199,9 @@ def make_held_buckets(
     sharding: Sharding,
 ) -> list[HeldBucket]:
     """Make buckets of a plan's DTensors, of the last of groups; owners still have to `HeldBucket.fetch`."""
-    count = len(plan.pieces)
-    params, names = params_of(groups)[-count:], short_names(groups)[-count:]
+    params, names = params_of(groups), short_names(groups)
+    before = len(params) - len(plan.pieces)
+    params, names = params[before:], names[before:]
     owners, rows = [pieces[0].owner for pieces in plan.pieces], row_pieces(held)
     in_place: dict[object, list[int]] = {}
     moved: dict[object, list[int]] = {}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.pieces import Piece, Pieces
+from zero_optim.plan.strides import contiguous_strides
 from zero_optim.shard.registration import tensors_in
 
 if TYPE_CHECKING:  # loading it takes as long as torch
@@ -115,7 +116,7 @@ def as_dtensor(rows: Tensor, param: Tensor, shape: Sequence[int]) -> Tensor:
 
     assert is_dtensor(param)
     placements = _placements(param, shape)
-    size, strides = torch.Size(shape), torch.empty(tuple(shape), device="meta").stride()
+    size, strides = torch.Size(shape), contiguous_strides(shape)
     return DTensor.from_local(
         rows, param.device_mesh, placements, run_check=False, shape=size, stride=strides
     )

@@ -24,7 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 
 import torch.distributed as dist
 from torch import Tensor
@@ -40,8 +40,7 @@ _LOOK = 0.1  # seconds until a waiting thread looks whether the others are alive
 _LONGEST = 1.0  # seconds for which signal handlers wait
 _GRACE = 0.005  # seconds between two looks of the thread, for a caller to wait for what it has started
 _IDLE = 0.2  # seconds without calls until the thread ends
-_IS_PENDING, _NBYTES = attrgetter("num_pending"), attrgetter("nbytes")
-_PLACE_LENGTH, _PART_LENGTH = itemgetter(1), itemgetter(0)
+_IS_PENDING = attrgetter("num_pending")
 _HEAD = ctypes.c_uint64 * (LINE // 8)  # number of the call, its kind, bytes, tag, bytes in the ring
 
 GAVE_UP = "of the group has given up"  # it knows why, and tells
@@ -98,11 +97,11 @@ class SharedMemory:
 
     def send(self, work: HostWork, peer: int, kind: int, tensors: Sequence[Tensor], tag: int = 0) -> Message:
         """Send contiguous tensors to a rank, a head first."""
-        lengths = list(map(_NBYTES, tensors))
+        lengths = [tensor.nbytes for tensor in tensors]
         head = _head(work, kind, tag, lengths)
         work.nbytes += head[2]
         work.kept.append(head)
-        parts = filter(_PLACE_LENGTH, zip(map(Tensor.data_ptr, tensors), lengths, strict=True))
+        parts = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor.nbytes]
         message = Message(work, [(ctypes.addressof(head), LINE), *parts])
         self._ends[peer][0].queue.append(message)
         return message
@@ -117,7 +116,7 @@ class SharedMemory:
         num_heads: int = 0,  # the first parts, which are taken whatever the tag
     ) -> None:
         """Do something with bytes of some ranks; ``parts`` are lengths, and what is done."""
-        head = bytes(_head(work, kind, tag, list(map(_PART_LENGTH, parts))))
+        head = bytes(_head(work, kind, tag, [nbytes for nbytes, _ in parts]))
         receivers = list(map(self.receivers.__getitem__, peers))
 
         def check(_start: int, _count: int) -> bool:
@@ -130,7 +129,7 @@ class SharedMemory:
             receivers[0].steps[0].skip_behind(1 + num_heads, LINE + nbytes)  # not by name: no cycle keeps it
             return True
 
-        Step(work, receivers, [(LINE, check), *filter(_PART_LENGTH, parts)])
+        Step(work, receivers, [(LINE, check), *(part for part in parts if part[0])])
 
     # ------------------------------------------------------------------ bytes move
 

@@ -69,8 +69,7 @@ class Iteration:
         work = partial(core.owned.step, core.groups, shared, None, **kwargs)
         some = partial(core.owned.step, core.groups, None, **kwargs) if core.inputs.held else None
         result = self._change("step()", work, None if shared is None else shared.finish, some)
-        if in_join:
-            self.joins.end_step()
+        self.joins.end_step()
         return result
 
     def _change(

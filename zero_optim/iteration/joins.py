@@ -89,8 +89,9 @@ class Joins(Joinable):
         return in_join
 
     def end_step(self) -> None:
-        """Wait, inside ``Join``, for lazy gathers: it ends with DDP's broadcast of all parameters."""
-        self._core.engine.under_way.wait()
+        """Wait for lazy gathers: ``Join`` ends with DDP's broadcast, which reads all parameters."""
+        if self.under_way:
+            self._core.engine.under_way.wait()
 
     def lend(
         self,

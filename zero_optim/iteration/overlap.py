@@ -246,18 +246,16 @@ class Overlap:
         def end(failure: BaseException | None) -> None:
             engine.compare_calls(lane, self.core.call("step()", failure), with_last=True)
 
-        in_join = self._joins.under_way
         with finally_call(end):
             try:
-                self._step_rest(late, joined=joined, in_join=in_join)
+                self._step_rest(late, joined=joined)
             finally:
                 self._loop_calls_step = True
                 self.current = None
-        if in_join:
-            self._joins.end_step()
+        self._joins.end_step()
 
-    def _step_rest(self, late: str, *, joined: bool, in_join: bool) -> None:
-        core, current = self.core, self.current
+    def _step_rest(self, late: str, *, joined: bool) -> None:
+        core, in_join, current = self.core, self._joins.under_way, self.current
         assert current is not None  # asked for by the caller
         # A parameter put into a group by hand is in no bucket; the next pass refuses it.
         rest = core.engine.known_of(current.rest(core.groups))

@@ -38,7 +38,8 @@ class StepTask(Gathering, Generic[T]):
         self._is_prepared = False
         self._work_on = work_on
         self._is_in_parts = work_on is not None and core.owned.local.can_step_parts
-        self._held = [bucket for bucket in core.engine.buckets if isinstance(bucket, HeldBucket)]
+        buckets = core.engine.buckets if core.inputs.held else ()
+        self._held = [bucket for bucket in buckets if isinstance(bucket, HeldBucket)]
         self._moved: list[HeldBucket] = []  # whose rows go to owners and back
         self._head = b""
 

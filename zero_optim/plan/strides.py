@@ -32,6 +32,11 @@ def dense_strides(param: Tensor) -> tuple[int, ...]:
     return param.stride() if param.is_contiguous() else torch.empty_like(param, device="meta").stride()
 
 
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of a shape."""
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
 def in_order_of_memory(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     """View a tensor as 1-D, in the memory order of dense strides; a copy if it has others."""
     if tensor.stride() != strides:

@@ -171,16 +171,16 @@ class Engine:
 
     def numbers_of(self, params: Iterable[Tensor]) -> list[int | None]:
         """Return the numbers of parameters' buckets, None for those in none."""
-        return list(map(self._numbers.get, params))
+        return [self._numbers.get(param) for param in params]
 
     def known_of(self, params: Iterable[Tensor]) -> list[Tensor]:
         """List the parameters that are in a bucket."""
-        return list(filter(self._numbers.__contains__, params))
+        return [param for param in params if param in self._numbers]
 
     def buckets_of(self, params: Iterable[Tensor]) -> list[Bucket]:
         """List the buckets of some parameters, in the order of gathers; those in none are left out."""
-        numbers = set(map(self._numbers.__getitem__, self.known_of(params)))
-        return list(map(self.buckets.__getitem__, sorted(numbers)))
+        numbers = {self._numbers[param] for param in self.known_of(params)}
+        return [self.buckets[number] for number in sorted(numbers)]
 
     def active(self) -> list[bool]:
         """Return for each bucket whether it trains, or did at an earlier gather."""
@@ -200,9 +200,7 @@ class Engine:
     def take_over(self) -> None:
         """Take over the user's changes; RuntimeError, after all others, if a parameter no longer fits."""
         failure: Exception | None = None
-        written = list[tuple[int, int]]()
-        for bucket in self.buckets:
-            written += bucket.written()
+        written = [place for bucket in self.buckets for place in bucket.written()]
         for bucket in self.buckets if written else ():
             copy_out(bucket.params, written)
         for bucket in self.buckets:  # all of them, then it raises
@@ -269,7 +267,7 @@ class Engine:
                     bucket.gathers.start(begin)
                 elif Operation.WAIT in bucket.schedule.moments[moment]:
                     if task.awaited is None:
-                        most = max(map(_NBYTES, chosen))
+                        most = max(each.nbytes_to_gather for each in chosen)
                         task.awaited = Flow(NUM_FLAT_TENSORS * most)
                     task.awaited.start(begin, bucket.nbytes_to_gather)
                 else:
@@ -346,5 +344,5 @@ class Engine:
             raise
 
 
-_ROW, _NBYTES = attrgetter("schedule.moments"), attrgetter("nbytes_to_gather")
+_ROW = attrgetter("schedule.moments")
 _RUN = {operation: getattr(Engine, f"_{operation.value}") for operation in Operation}

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import repeat
-from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +15,7 @@ from zero_optim.probe.traits import Traits
 from zero_optim.step.built import BuiltOptimizer
 from zero_optim.step.spec import Closure, CutRowsOf, GroupSpec, OptimizerSpec
 
-_ABSENT, _STATE = object(), attrgetter("optimizer.state")
+_ABSENT = object()
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
@@ -207,7 +205,7 @@ class LocalOptimizer:
             if before[number]:
                 now = changeable(local)
                 changed += [key for key, was in before[number].items() if not are_close(was, now.get(key))]
-            self._written.update(zip(repeat(number), map(str, changed)))
+            self._written.update((number, str(key)) for key in changed)
         return results[0]
 
     def follow_members(self, groups: Sequence[ParamGroup]) -> None:
@@ -283,7 +281,7 @@ class LocalOptimizer:
     @property
     def states(self) -> list[dict[Any, Any]]:
         """The state of each optimizer: leaf -> entries, and any global entries."""
-        return list(map(_STATE, self._built))
+        return [built.optimizer.state for built in self._built]
 
     def replace_states(self, states: Sequence[dict[Any, Any]]) -> None:
         """Replace the state of each optimizer."""
