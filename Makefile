@@ -31,6 +31,7 @@ PYTEST = $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadsco
 GPU_GIVEN := $(filter command,$(origin PYTHON))
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes import the same modules
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all exhaustive late sockets integrations gpu bench lint style types imports format docs release clean
@@ -104,7 +105,8 @@ clean:  ## remove the environments and everything that was built
 
 # The stamp is written last, so an interrupted set-up is no set-up. It is removed first, so an interrupted update is
 # none either. Without a stamp nothing that lies in .venv is trusted, and it is made from nothing. No build isolation:
-# the package is built with the setuptools that torch brought, at its pinned version.
+# the package is built with the setuptools that torch brought, at its pinned version. Python compiles what is imported
+# when it is: all of PyTorch takes three times as long as its installation.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 	    echo "zero-optim needs Python 3.10 or newer, and '$(PYTHON)' is not: try make PYTHON=/path/to/python3" >&2; \
@@ -112,7 +114,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV), once"
 	@if [ -e $@ ]; then rm $@; else $(PYTHON) -m venv --clear $(VENV); fi
 	@sed $(if $(TORCH),-e '/^torch==/d') -e '' constraints.txt > $(VENV)/constraints.txt
-	$(VENV)/bin/python -m pip install --quiet torch==$(or $(TORCH),2.13.0) -c $(VENV)/constraints.txt
-	$(VENV)/bin/python -m pip install --quiet --no-build-isolation -c $(VENV)/constraints.txt \
+	$(VENV)/bin/python -m pip install --quiet --no-compile torch==$(or $(TORCH),2.13.0) -c $(VENV)/constraints.txt
+	$(VENV)/bin/python -m pip install --quiet --no-compile --no-build-isolation -c $(VENV)/constraints.txt \
 	    -e '.[$(EXTRAS)]' torch==$(or $(TORCH),2.13.0)
 	@touch $@

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import CodeType
 from typing import Literal
@@ -33,6 +34,11 @@ _NOT_SHOWN = (  # in stacks
 )
 
 
+@cache  # every operator looks at all frames
+def _is_shown(filename: str) -> bool:
+    return filename.startswith(_PACKAGE) or not filename.startswith(_NOT_SHOWN)
+
+
 @dataclass(frozen=True, slots=True)
 class Stack:
     """The functions that called, outermost first, without those of Python, other packages and this model."""
@@ -44,8 +50,7 @@ class Stack:
         frames: list[tuple[CodeType, int]] = []
         frame = sys._getframe(1)
         while frame is not None:
-            name = frame.f_code.co_filename
-            if name.startswith(_PACKAGE) or not name.startswith(_NOT_SHOWN):
+            if _is_shown(frame.f_code.co_filename):
                 frames.append((frame.f_code, frame.f_lineno))
             frame = frame.f_back  # type: ignore[assignment]
         return cls(tuple(reversed(frames)))
@@ -55,10 +60,8 @@ class Stack:
         return tuple(code.co_name for code, _ in self.frames)
 
     def __str__(self) -> str:
-        lines = [
-            f"      {Path(code.co_filename).name}:{line} in {code.co_name}" for code, line in self.frames
-        ]
-        return "\n".join(lines[-8:])
+        shown = [(Path(code.co_filename).name, line, code.co_name) for code, line in self.frames[-8:]]
+        return "\n".join(f"      {name}:{line} in {function}" for name, line, function in shown)
 
 
 @dataclass(frozen=True, slots=True)
