@@ -112,6 +112,7 @@ def check_constructions() -> dict[str, tuple[str, str]]:
     return raised
 
 
+@pytest.mark.slow
 def test_building_what_differs_or_is_wrong_on_one_rank_raises_on_all(ranks2: Ranks) -> None:
     assert_rank_1_is_named(ranks2.run(check_constructions))
 

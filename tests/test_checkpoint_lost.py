@@ -298,11 +298,13 @@ def save_and_destroy(path: Path) -> None:
         destroyed.set()
 
 
+@pytest.mark.slow
 def test_a_save_in_the_background_completes_though_the_group_is_destroyed(tmp_path: Path) -> None:
     launch(save_and_destroy, 2, tmp_path / "one")
     assert checkpoint.peek(tmp_path / "one").extra == "left"
 
 
+@pytest.mark.slow
 def test_a_save_for_which_nobody_waits_ends_before_the_group_of_launch_or_its_error_is_told(
     tmp_path: Path,
 ) -> None:

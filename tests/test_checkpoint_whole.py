@@ -106,6 +106,7 @@ def load_all(folders: list[Path]) -> list[tuple[int, bool]]:
 ALL = [pytest.mark.slow, pytest.mark.exhaustive]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("everyone", "moments"),
     [

@@ -118,6 +118,7 @@ def peak_of(stage: int, kind: type[nn.Module], options: dict[str, Any]) -> int:
     return living.peak
 
 
+@pytest.mark.slow
 @pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
 @pytest.mark.parametrize("kind", [Deep, Nested])
 @pytest.mark.parametrize(("size", "stage"), [(2, 1), (2, 2), (2, 3), ALL(4, 2), ALL(4, 3)])

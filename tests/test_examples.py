@@ -50,6 +50,7 @@ def test_train_gpt_goes_on_at_another_stage_and_on_other_ranks(pool: Pool, tmp_p
     assert parts[0][5] < parts[0][1]
 
 
+@pytest.mark.slow
 @needs_muon
 def test_muon_and_adamw_train_in_one_optimizer(pool: Pool) -> None:
     first, second = pool.run(2, muon.train, 20, torch.device("cpu"))
@@ -61,6 +62,7 @@ def sorted_by_fsdp2(folder: Path, steps: int) -> list[float]:
     return muon_fsdp2.train(steps, torch.device("cpu"), folder / "saved")
 
 
+@pytest.mark.slow
 @needs_muon
 @pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
 @pytest.mark.filterwarnings("ignore", "error:::zero_optim")

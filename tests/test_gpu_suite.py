@@ -51,6 +51,7 @@ def check(pool: Pool, names: set[str], folder: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_cases_of_each_kind_run_on_the_cpu(pool: Pool, tmp_path: Path) -> None:
     check(pool, set(QUICK), tmp_path)
 

@@ -151,6 +151,7 @@ RUNS: dict[str, tuple[list[Program], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RUNS)
 def test_ranks_start_one_sequence_of_collectives_whatever_they_use(ranks2: Ranks, kind: str) -> None:
     ranks2.run(same_on_model, *RUNS[kind])

@@ -15,6 +15,7 @@ def check(cells: tuple[Cell, ...], folder: Path) -> None:
     assert not complaints, "\n".join(complaints)
 
 
+@pytest.mark.slow
 def test_a_failure_in_any_phase_is_named_on_all_other_ranks(tmp_path: Path) -> None:
     check(QUICK, tmp_path)
 

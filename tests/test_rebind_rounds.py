@@ -78,6 +78,7 @@ def run_rounds(folder: Path, kind: str, width: int) -> None:
         assert_same_runs(trainer, other)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_twenty_groups_in_one_process_leave_nothing_behind(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -85,6 +86,7 @@ def test_twenty_groups_in_one_process_leave_nothing_behind(tmp_path: Path) -> No
         run_rounds(tmp_path, "overlap", 2048)
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_training_in_worlds_of_several_sizes_equals_runs_resharded_by_checkpoints(tmp_path: Path) -> None:
     """Beside each world there is a run that was saved in the world before, and loaded by this one."""
@@ -149,5 +151,6 @@ def go_back(folder: Path, rank: int, size: int, result: Any) -> None:
     result.send((rank, step))
 
 
+@pytest.mark.slow
 def test_survivors_of_a_killed_rank_go_back_to_the_checkpoint_in_the_same_processes(tmp_path: Path) -> None:
     assert run_until_killed(tmp_path, go_back, 4, 3) == [(0, 4), (1, 4), (2, 4)]

@@ -107,7 +107,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "fp16": {"hook": fp16_compress_hook},
 }
 
-RUNS |= {
+IN_LOOPS = {
     f"{stage}, {loop}": of_stage | of_loop
     for stage, of_stage in STAGES.items()
     for loop, of_loop in LOOPS.items()
@@ -119,15 +119,16 @@ RUNS |= {
 
 def races_of(name: str) -> list[Found]:
     # A save that goes on uses a process group of gloo's, beside whatever else there is.
-    return on_model(lambda: Run(**RUNS[name]), is_nccl="a save beside" not in name)
+    return on_model(lambda: Run(**(RUNS | IN_LOOPS)[name]), is_nccl="a save beside" not in name)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in IN_LOOPS)])
 def test_a_run_is_ordered(ranks2: Ranks, name: str) -> None:
     for rank, found in enumerate(ranks2.run(races_of, name)):
         assert not found, "\n".join([f"rank {rank}", *(race.text for race in found)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sharded gradients", "sharded parameters"])
 @pytest.mark.parametrize("loop", ["plain", "checkpointing", "GradScaler", "no_sync", "LoRA"])
 def test_a_run_over_a_mesh_is_ordered(ranks4: Ranks, stage: str, loop: str) -> None:

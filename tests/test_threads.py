@@ -101,6 +101,7 @@ except StalledError:
 """
 
 
+@pytest.mark.slow
 def test_a_process_whose_wait_was_given_up_ends_with_its_own_exit_status(tmp_path: Path) -> None:
     """What made the wait raise, breaking connections, was still under way, and ended the process (134)."""
     statuses, errors = run_ranks(LEAVES_OUT_A_STEP, tmp_path / "store")

@@ -52,13 +52,14 @@ def test_a_hundred_silent_ranks_of_very_many_are_named_in_ten_seconds() -> None:
     assert f"each of ranks {', '.join(map(str, silent))} does not answer: " in message
 
 
-@pytest.mark.parametrize("size", [2, 33, 34, 100, 1100])
+@pytest.mark.parametrize("size", [2, 33, 34, 100, pytest.param(1100, marks=pytest.mark.slow)])
 def test_one_silent_rank_is_named_wherever_it_is(size: int) -> None:
     for silent in {0, 1, size // 2, size - 1}:
         with network(size, [silent]) as peers:
             assert give_up(peers) <= 10.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("says", [Presence.SILENT, Presence.ENDED])
 def test_a_host_of_eight_silent_or_ended_ranks_is_named_wherever_it_is(says: Presence) -> None:
     for first in (0, 8, 32, 1096):

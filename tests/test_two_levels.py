@@ -103,6 +103,7 @@ def test_sums_have_the_order_of_hosts_and_gathers_bring_them_to_all() -> None:
     check_sums_and_gathers("2 x 2")
 
 
+@pytest.mark.slow
 @on_ranks(6)
 @pytest.mark.parametrize("kind", ["2 x 3", "3 x 2"])
 def test_sums_and_gathers_of_more_ranks(kind: str) -> None:
@@ -240,6 +241,7 @@ RUNS["sharded gradients, no_sync"] = STAGES["sharded gradients"] | LOOPS["no_syn
 RUNS["sharded parameters, checkpointing"] = STAGES["sharded parameters"] | LOOPS["checkpointing"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_over_hosts_is_ordered(ranks4: Ranks, name: str) -> None:
     for rank, found in enumerate(ranks4.run(races_of, RUNS[name])):
