@@ -81,7 +81,7 @@ class Network:
         work = self.peers[rank].work
         self._speaks = [rank]
         if work is not None and work.waiting_since is not None:
-            self.peers[rank].verdicts.judge_wait(work, self.now - work.waiting_since)
+            self.peers[rank].verdicts.look_at_wait(work, self.now - work.waiting_since)
 
     def verdicts(self) -> dict[int, Verdict | None]:
         """Return what each rank has heard that runs."""

@@ -207,14 +207,14 @@ _TROUBLE = Trouble()  # of this process, which is forked for one run
 
 def judge_no_wait_before_the_trouble(notes: Any) -> None:
     """Have the watchdog give up no wait until `about_to_stall`, however slow the machine is until then."""
-    judge, _TROUBLE.notes = Verdicts.judge_wait, notes
+    judge, _TROUBLE.notes = Verdicts.look_at_wait, notes
 
     def judge_later(verdicts: Verdicts, work: Work, seconds: float) -> None:
         _TROUBLE.has_begun = _TROUBLE.has_begun or notes.check([_STALLS])
         if _TROUBLE.has_begun:
             judge(verdicts, work, seconds)
 
-    Verdicts.judge_wait = judge_later  # type: ignore[method-assign]
+    Verdicts.look_at_wait = judge_later  # type: ignore[method-assign]
 
 
 def about_to_stall() -> None:

@@ -153,7 +153,7 @@ def test_a_device_that_failed_after_the_wait_does_not_end_the_watchdog() -> None
             query=mock.Mock(side_effect=RuntimeError("device-side assert"))
         )
         errors: list[Exception] = []
-        patch.setattr(watchdog._verdicts, "judge_failure", lambda _, error: errors.append(error))
+        patch.setattr(watchdog._verdicts, "look_at_failure", lambda _, error: errors.append(error))
         watchdog._look()
         assert list(map(str, errors)) == ["device-side assert"]
         assert group.works.outstanding is None

@@ -40,7 +40,7 @@ def test_ranks_that_complain_in_two_groups_of_a_mesh_at_the_same_time_have_one_v
 
         def complain(rank: int) -> None:
             both.wait(LIMIT)
-            peers.peers[rank].verdicts.judge_wait(works[rank], 1.0)
+            peers.peers[rank].verdicts.look_at_wait(works[rank], 1.0)
 
         threads = [threading.Thread(target=complain, args=(rank,), daemon=True) for rank in range(2)]
         for thread in threads:
@@ -114,7 +114,9 @@ def test_all_ranks_that_complain_at_the_same_time_hear_one_verdict_through_socke
             patch.setattr(directory_module, "ANSWER_LIMIT", LIMIT)
             works = {rank: peers.waits(rank, peers.now, 5.0) for rank in peers.ranks if rank not in absent}
             threads = [
-                threading.Thread(target=peers.peers[rank].verdicts.judge_wait, args=(work, 6.0), daemon=True)
+                threading.Thread(
+                    target=peers.peers[rank].verdicts.look_at_wait, args=(work, 6.0), daemon=True
+                )
                 for rank, work in works.items()
             ]
             for thread in threads:

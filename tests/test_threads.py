@@ -29,7 +29,7 @@ def test_what_finds_no_thread_is_done_without(monkeypatch: pytest.MonkeyPatch) -
     assert in_threads({0: lambda: 5, 1: lambda: 6}, LIMIT) == {0: 5, 1: 6}
     verdicts = Verdicts(WorkLog(), Directory.__new__(Directory))
     with mock.patch.object(verdicts, "_complaint"), mock.patch.object(verdicts, "_complain") as complain:
-        verdicts.judge_wait(mock.Mock(timeout=1.0, group=mock.Mock(verdict=None)), 2.0)
+        verdicts.look_at_wait(mock.Mock(timeout=1.0, group=mock.Mock(verdict=None)), 2.0)
     assert complain.called
 
 

@@ -117,7 +117,7 @@ def test_ranks_whose_devices_wait_for_one_that_is_slow_look_once_too() -> None:
         peers.now += 61
         for peer in peers.peers[1:]:
             assert peer.work is not None
-            peer.verdicts.judge_wait(peer.work, peers.now - began)
+            peer.verdicts.look_at_wait(peer.work, peers.now - began)
     assert peers.looks == [0]
 
 

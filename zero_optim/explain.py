@@ -119,8 +119,15 @@ def _holding(core: Core) -> RankHolding:
 def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
     """Yield each bucket's line, why it is uneven or "", and how many collectives gather it in a step."""
     reasons = core.sharding.whole_because | dict.fromkeys(core.inputs.kept_whole, KEPT_WHOLE)
-    nbytes = sum(bucket.nbytes for bucket in core.engine.buckets)
-    for bucket, moves in zip(core.engine.buckets, core.engine.active(), strict=True):
+    flags, devices = core.engine.active(), core.group.data_devices
+    nbytes = {
+        kind: sum(
+            bucket.nbytes for bucket, moves in zip(core.engine.buckets, flags, strict=True) if moves is kind
+        )
+        for kind in (True, False)
+    }
+    least_row = min((core.group.transport(device).row_nbytes for device in devices), default=1)
+    for bucket, moves in zip(core.engine.buckets, flags, strict=True):
         (param, *_), layout, active = bucket.params, bucket.layout, moves or core.owned.local.moves_frozen
         kind = f"{len(bucket.params)} {str(param.dtype).removeprefix('torch.')}"
         why = "; ".join(dict.fromkeys(reasons[each] for each in bucket.params if each in reasons))
@@ -132,8 +139,8 @@ def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
             yield f"DTensors: {kind}, {size:.2f} MiB, stepped {stepped}", "", 2 * sends
             continue
         rows = {row.owner: row.stop - row.start for row in layout.rows if row.stop > row.start}
-        most = core.group.transport(param.device).row_nbytes
-        num_owners = -(-layout.numel * param.itemsize // row_nbytes(nbytes, core.group.size, most))
+        worth = row_nbytes(nbytes[moves], core.group.size, least_row)  # as `plan.cuts` chooses owners
+        num_owners = -(-layout.numel * param.itemsize // worth)
         mean = layout.numel / max(1, min(core.group.size, num_owners))
         fullest = max(rows.values(), default=0)
         size = layout.numel * param.itemsize / _MIB

@@ -247,7 +247,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
         self._places.reached(number, place)
         following = self._backward.reached(number)
         buckets = self._buckets_of(following)
-        self._at(Moment.BEFORE_FORWARD, buckets, Purpose.BACKWARD, only=Operation.GATHER)
+        self._at(Moment.BEFORE_BACKWARD, buckets, Purpose.BACKWARD, only=Operation.GATHER)
         self._places.gathered(following)
 
     def gradient_came(self, index: int) -> None:

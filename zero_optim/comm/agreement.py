@@ -84,9 +84,9 @@ class Ballot:
         self.payloads = [each[1:] for each in everyone]
         if not any(each[0] for each in everyone):
             return
-        if error is None:
-            raise one_error(self._group, None)
-        one_error(self._group, error)
+        told = one_error(self._group, error)
+        if error is None:  # else Python raises it behind this
+            raise told
 
 
 def failing_together(group: RankGroup | None) -> Ballot:
@@ -94,7 +94,7 @@ def failing_together(group: RankGroup | None) -> Ballot:
     return Ballot(group)
 
 
-def one_error(group: RankGroup, error: Exception | None) -> Exception:
+def one_error(group: RankGroup, error: BaseException | None) -> BaseException:
     """Return what this rank raises if any has an error, as a `Ballot`; all ranks call. Two collectives."""
     heard = hear_failure(group, None if error is None else failure_of(error))
     raised = error if heard is None else heard
@@ -126,7 +126,10 @@ def gather_reports(group: RankGroup, report: T | None) -> dict[int, T]:
 
 
 def agree(group: RankGroup, items: Sequence[str], what: str, hints: Mapping[str, str] | None = None) -> None:
-    """Raise RankMismatchError on all ranks unless items are equal; ``hints`` are by an item's first word."""
+    """Raise RankMismatchError on all ranks unless items are equal; ``hints`` are by an item's first word.
+
+    The first agreement of a group also finds its hosts, see `find_hosts`.
+    """
     _compare(group, items, what, hints)
     find_hosts(group)
 
@@ -290,7 +293,7 @@ def make_together(
         patience = patience / 2 if backend == ON_HOST else math.inf
         made = make_group(ranks, backend, name, timeout_of(group.process_group), patience)
     except Exception as error:  # noqa: BLE001 - told below
-        failure = [any(late_or_closed(error)), message_of(error)]
+        failure = [any(late_or_closed(str(error))), message_of(error)]
     failed = sorted((*said, rank) for rank, said in gather_reports(group, failure).items())
     if made is not None and not failed:
         return made

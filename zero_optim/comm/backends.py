@@ -106,7 +106,7 @@ class _Gloo(Transport):
     @property
     def lets_threads(self) -> bool:
         # What two threads start on MPS, which has no streams either, gets mixed up.
-        return self.device.type == "cpu" and not is_asynchronous(self.device)
+        return self.device.type == "cpu"
 
     def sends_slices(self, num_owners: int) -> bool:
         return False  # its all-gather takes twice the time of the broadcasts, or more
@@ -240,9 +240,8 @@ def raised_by_backend(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or _OF_GLOO.search(str(error)) is not None
 
 
-def late_or_closed(error: BaseException) -> tuple[bool, bool]:
-    """Return whether a backend's error is a timeout, and whether it is a closed connection."""
-    text = str(error)
+def late_or_closed(text: str) -> tuple[bool, bool]:
+    """Return whether the text of a backend's error tells of a timeout, and whether of a closed connection."""
     return _LATE in text, any(word in text for word in _CLOSED)
 
 

@@ -190,7 +190,7 @@ def spread_rows(
         return [_spread(lanes, *each, about) for each in ((heads, _OF_HEADS), (rows, tag)) if each[0]]
     with group.begin_work(about) as work:
         work.take(call := memory.spread_rows([*heads, *rows], tag))
-    group.phase.sent(call.nbytes, len(heads) + len(rows))
+    group.phase.sent(call.nbytes, len(rows) + bool(heads))
     return [work]
 
 
@@ -202,7 +202,7 @@ def _spread(lanes: Lanes, rows: Sequence[Row], tag: int, about: str) -> Waitable
     _count_as_one(group, lanes)
     with group.begin_work(about, rows[0][1].device) as work:
         work.take(_start_paired(group, sends, receives, lanes, tag))
-    group.phase.sent(sum(row.nbytes for _, row in sends), len(rows))
+    group.phase.sent(sum(row.nbytes for _, row in sends), 1 if tag == _OF_HEADS else len(rows))
     return work
 
 

@@ -180,8 +180,7 @@ def check_heads(
 ) -> None:
     """Raise on every rank if one could not begin, or lacks gradients that others have; all ranks call."""
     if any(head[0] for head in heads):
-        error = one_error(group, failure)  # type: ignore[arg-type]  # it only describes it
-        raise error
+        raise one_error(group, failure)
     if len(set(heads)) > 1:
         names = [name for bucket in buckets for name in bucket.names]
         has = [

@@ -142,6 +142,7 @@ HELD_WHOLE = Schedule(
     Placement.HELD,
     Placement.HELD,
 )
+# Named, for the page and tests. Buckets get theirs by `Engine.run_by`, `reduce_to_owners` and `read_by`.
 RECIPES = MappingProxyType(
     {
         "ZeRO-1": ZERO1,

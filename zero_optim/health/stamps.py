@@ -49,8 +49,8 @@ _LONGEST_TEXT = 2000  # characters of an exception that a watchdog tells
 _ROUNDING = 0.01  # of the larger of two elements
 _MOST_ROUNDED = 8  # comparisons
 Options: TypeAlias = Sequence[Mapping[str, Plain]]  # by group
-# Of the options of a call: those with the class's defaults, and those that it changed in a step here.
 Sampled: TypeAlias = dict[str, str | None]  # an element of a gradient, by the parameter's name
+# Of the options of a call: those with the class's defaults, and those that it changed in a step here.
 Origins: TypeAlias = Callable[[Options], tuple[Collection[OptionKey], Collection[OptionKey]]]
 
 
@@ -221,7 +221,7 @@ class Stamps:
         has_failed = any(stamp.has_failed for stamp in stamps.values())
         if error is not None or has_failed or len({stamp.digest for stamp in stamps.values()}) < 2:
             return error
-        return self._different_options(group, step, origins)
+        return self._difference(group, step, origins)
 
     def _different_gradients(self, group: RankGroup, name: str, sampled: list[Sampled]) -> Exception | None:
         for param in sampled[0] if all(each.keys() == sampled[0].keys() for each in sampled) else ():
@@ -252,8 +252,8 @@ class Stamps:
             )
         return None
 
-    def _different_options(self, group: RankGroup, step: _Step, origins: Origins) -> Exception | None:
-        """Exchange options; return the error for those that must not differ."""
+    def _difference(self, group: RankGroup, step: _Step, origins: Origins) -> Exception | None:
+        """Exchange options and sampled gradients; return the error for what must not differ."""
         by_default, by_class = origins(step.options)
         sampled = step.sampled
         mine = [step.options, sorted(by_class), sorted(by_default), sampled and [*sampled.items()]]

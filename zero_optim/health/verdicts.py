@@ -81,7 +81,7 @@ class Verdicts:
         self._telling: set[tuple[int, ...]] = set()  # the verdict to ranks below this one in the tree
         self._complaints: dict[tuple[tuple[int, ...], str], threading.Event] = {}  # by ranks and kind
 
-    def judge_wait(self, work: Work, seconds: float) -> None:
+    def look_at_wait(self, work: Work, seconds: float) -> None:
         """Complain of a wait of some seconds if it is long."""
         works = work.group
         if works.verdict is not None:
@@ -90,7 +90,7 @@ class Verdicts:
             self._complain_beside(works, self._complaint("late", work, seconds))
             return
         if works.step.closures and seconds >= ANSWER_LIMIT:
-            self.judge_step(works)
+            self.look_at_step(works)
         long, kind = _long(work)
         if seconds >= long and not work.is_warned:
             work.is_warned = True
@@ -101,7 +101,7 @@ class Verdicts:
         steps = list(self.log.steps.items())
         return any(step.failure and ranks not in self.log.verdicts for ranks, step in steps)
 
-    def judge_step(self, works: GroupWorks) -> None:
+    def look_at_step(self, works: GroupWorks) -> None:
         """Give up if the ranks' last steps let them not meet any more, as a rank beside this one shows."""
         if works.verdict is None and works.whole not in self._asking:
             self._asking.add(works.whole)
@@ -119,7 +119,7 @@ class Verdicts:
         finally:
             self._asking.discard(works.whole)
 
-    def judge_failure(self, work: Work, error: Exception | None) -> None:
+    def look_at_failure(self, work: Work, error: Exception | None) -> None:
         """Give up if a work that nobody waits for failed since ranks have ended."""
         if isinstance(error, RuntimeError):
             work.group.has_failed = True
@@ -221,7 +221,7 @@ class Verdicts:
             elif complaint.kind != "broken":
                 reason = _judge(ranks, reports, complaint).message.partition(". ")[0]
                 logger.warning("%s. All ranks give up after %g s", reason, complaint.timeout)
-            elif _late_or_closed(complaint)[1]:
+            elif late_or_closed(complaint.error)[1]:
                 # The process that closed the connection may be about to end. On a busy host that takes long,
                 # and its port takes questions that nobody answers.
                 time.sleep(0.05)
@@ -277,9 +277,9 @@ def _verdict_of(
     kind = complaint.kind
     if kind == "late" or (kind == "odd" and wait_for_each_other(reports, _NEARLY * complaint.long)):
         return _judge(ranks, reports, complaint)
-    if complaint.kind != "broken":
+    if kind != "broken":
         return None
-    is_late, is_closed = _late_or_closed(complaint)
+    is_late, is_closed = late_or_closed(complaint.error)
     mute = {what for what in reports.values() if what in _MUTE}
     takes_long = mute or GAVE_UP in complaint.error  # by a rank that has the reason, and tells
     is_broken = is_closed and seconds > (_LONGEST_END if takes_long else ANSWER_LIMIT)
@@ -307,10 +307,6 @@ def _reports(answers: Mapping[int, Message | Presence]) -> dict[int, Status | Pr
         rank: what if isinstance(what, Presence) else Status(**{**what, "step": LastStep(*what["step"])})
         for rank, what in answers.items()
     }
-
-
-def _late_or_closed(complaint: Complaint) -> tuple[bool, bool]:
-    return late_or_closed(RuntimeError(complaint.error))
 
 
 def _from_json(said: Sequence[Any]) -> Verdict:

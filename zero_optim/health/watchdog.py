@@ -208,10 +208,10 @@ class Watchdog:
         for work in self._verdicts.log.waits():
             since = work.waiting_since
             if since is not None:  # another thread may just have ended the wait
-                self._verdicts.judge_wait(work, self._awake.since(since, now))
+                self._verdicts.look_at_wait(work, self._awake.since(since, now))
         for works in list(self._verdicts.log.groups.values()):
             if works.step.failure:
-                self._verdicts.judge_step(works)
+                self._verdicts.look_at_step(works)
             late = works.outstanding
             if late is None or late.late_on is None:
                 continue
@@ -223,9 +223,9 @@ class Watchdog:
         is_gone = works.group() is None
         if is_gone or work.is_completed():
             works.outstanding = None
-            self._verdicts.judge_failure(work, None if is_gone else work.exception())
+            self._verdicts.look_at_failure(work, None if is_gone else work.exception())
         else:
-            self._verdicts.judge_wait(work, self._awake.since(work.started, now))
+            self._verdicts.look_at_wait(work, self._awake.since(work.started, now))
 
 
 def _close_in_child() -> None:

@@ -140,8 +140,8 @@ def make_plan_beside(
     places = list(chain.from_iterable(outside))
     pieces = {index: rows for index, rows in enumerate(held) if rows is not None and bears[index]}
     plan = Plan((), (), ())
+    params = list(chain.from_iterable(groups))
     if places:
-        params = list(chain.from_iterable(groups))
         plain = [[params[index] for index in group] for group in outside]
         spent = [[every_cost[index] for index in group] for group in outside]
         plan = make_plan(plain, spent, loads, cap_nbytes, row_nbytes=row_nbytes)
@@ -151,8 +151,7 @@ def make_plan_beside(
     moved = [[index for index in group if index not in pieces] for group in members]
     owners = assign_owners([[every_cost[index] for index in group] for group in moved], num_ranks, loads)
     for index, owner in zip(chain.from_iterable(moved), chain.from_iterable(owners), strict=True):
-        shape = [param for group in groups for param in group][index].shape
-        pieces[index] = whole_piece(owner, shape)
+        pieces[index] = whole_piece(owner, params[index].shape)
     buckets = tuple(
         BucketPlan(tuple(places[index] for index in bucket.params), bucket.layout) for bucket in plan.buckets
     )

@@ -187,7 +187,7 @@ class Bucket:
             self.forms[index].check(self.params[index])
 
     def fill(self) -> Tensor:
-        """Return the flat tensor with this rank's current row. Never raises, as other ranks wait."""
+        """Return the flat tensor with this rank's current row; raises nothing, as other ranks wait."""
         if self._in_flat is not None:
             self._in_flat.take_in_moved()
             return self._in_flat.flat

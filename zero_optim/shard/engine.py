@@ -1,7 +1,8 @@
 """The engine: it owns an optimizer's buckets, and runs for each the row of the table that was chosen for it.
 
-`Engine.on` alone starts the five operations: `_reduce`, `_step`, `_gather`, `_wait` and `_free`. All ranks
-make the same calls, in the same order of buckets. Who makes them:
+`Engine.on` alone starts the five operations: `_reduce`, `_step`, `_gather`, `_wait` and `_free`. A step of
+DTensors in parts moves each part to its owners and back within `_step` (`iteration.tasks`). All ranks make
+the same calls, in the same order of buckets. Who makes them:
 
 ==============================  ==========================================================================
 moment                          source

@@ -274,7 +274,10 @@ class RowBucket(Uncopied, Bucket):
     # ------------------------------------------------------------------ whole and freed
 
     def fill(self) -> Tensor:
-        """Return the flat tensor with memory and this rank's row; RuntimeError if the user wrote to it."""
+        """Return the flat tensor with memory and this rank's row; RuntimeError if the user wrote to it.
+
+        Other ranks then wait, as for any error in a forward pass, and the watchdog tells them.
+        """
         self._check_untouched()
         if not self._stays:
             self._memory.grow()
