@@ -82,6 +82,12 @@ class HookSlot:
         self._version = self._names.version()
         return self._names.members()
 
+    def divisor(self) -> float | None:
+        """Return by what gradients are divided as they are copied, for a hook of ours; None if not."""
+        hook, state = self._hook or (None, None)
+        asked: Callable[[object], float | None] | None = getattr(hook, "divides_by", None)
+        return None if asked is None else asked(state)
+
     def launching(self, group: RankGroup, *, all_used: bool) -> Launch:
         """Return the launch function: the comm hook, or a sum. It holds a weak reference."""
         reference = weakref.ref(self)
@@ -100,6 +106,7 @@ class HookSlot:
         """Call the hook, which also divides. Counts the wait, not the bytes that the hook sends."""
         assert self._hook is not None  # asked for by the caller
         (hook, state), name = self._hook, self.name
+        argument.is_divided = self.divisor() is not None
         with group.begin_work(bucket.label, runs_hook=True) as work:
             future = hook(state, argument)
             if not isinstance(future, private.Future):
