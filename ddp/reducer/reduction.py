@@ -98,7 +98,8 @@ class HookSlot:
             if slot._hook is None:
                 return group.start_sum(bucket.flat, bucket.label)
             with slot.minding():
-                return slot._start(bucket, group, GradBucket(bucket, all_used=all_used))
+                is_divided = slot.divisor() is not None
+                return slot._start(bucket, group, GradBucket(bucket, all_used, is_divided))
 
         return launch
 
@@ -106,7 +107,6 @@ class HookSlot:
         """Call the hook, which also divides. Counts the wait, not the bytes that the hook sends."""
         assert self._hook is not None  # asked for by the caller
         (hook, state), name = self._hook, self.name
-        argument.is_divided = self.divisor() is not None
         with group.begin_work(bucket.label, runs_hook=True) as work:
             future = hook(state, argument)
             if not isinstance(future, private.Future):
