@@ -54,8 +54,8 @@ def zero_step(
     Use ``ddp.register_comm_hook(state, zero_step(optimizer, hook))``, on PyTorch's DDP or ours, with the
     state of ``hook``. All ranks call it before the first backward pass; it may create process groups. An
     optimizer's bucket (``bucket_cap_mb``) is stepped and gathered when all its trained parameters are
-    reduced: by a thread on gloo with CPU parameters, else by hooks on a side stream. There ``hook`` must
-    complete a bucket's future without a later call, unless ``interleave=False``.
+    reduced: by a thread on gloo with CPU parameters, else by hooks, several at once, on a side stream. There
+    ``hook`` must complete a bucket's future without a later call, unless ``interleave=False``.
 
     Parameters equal, bit for bit, those of ``hook`` alone; with None those without a hook, but for the last
     bits if PyTorch's DDP divides (``gradient_as_bucket_view=True`` with ``zero_grad(set_to_none=False)``,
