@@ -47,12 +47,20 @@ def name_of(hook: Hook) -> str:
 
 def mean_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> TensorFuture:
     """Average a bucket as DDP without a hook: multiply by 1 / ranks. DDP divides views of a bucket."""
-    group, buffer = dist.group.WORLD if state is None else state, bucket.buffer()
+    group, buffer = group_of(state), bucket.buffer()
+    if not getattr(bucket, "is_divided", False):
+        buffer = buffer.div_(group.size()) if buffer.is_sparse else buffer.mul_(1 / group.size())
+    return _start_sum(group, buffer)
+
+
+def group_of(state: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the group that a hook's state is, the default one for None; ValueError without any."""
+    group = dist.group.WORLD if state is None else state
     if group is None:
         raise ValueError(
             "expected a process group, got none: call torch.distributed.init_process_group() first"
         )
-    return _start_sum(group, buffer.div_(group.size()) if buffer.is_sparse else buffer.mul_(1 / group.size()))
+    return group
 
 
 def _start_sum(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:

@@ -8,6 +8,12 @@ Note [Gradients that are all zero]
     bucket with an all-zero gradient waits, on all ranks, for `param.grad` at the end of backward. The search
     is left out where some rank is known to have used every parameter.
 
+Note [Few steps]
+    A step of AdamW is ten launches, whatever it steps, and a model may have hundreds of buckets. So where
+    hooks step, full buckets wait until they have an eighth of the bytes that the pass has still to step. That
+    depends on sizes alone, so all ranks step, and gather, the same buckets in one order. What is left
+    shrinks, so the last buckets wait for no others. A thread launches nothing, and steps each at once.
+
 Note [A thread or none]
     On gloo a thread waits for each reduction, steps, and gathers on its own groups beside the backward pass.
     With NCCL two threads could issue kernels in another order on another rank, and deadlock. There, and on
@@ -65,6 +71,7 @@ class SteppedPass:
     is_complete: bool = False
     number: int = -1
     reduced: dict[int, Gradients] = field(default_factory=dict)  # that are not stepped yet, by bucket
+    full: set[int] = field(default_factory=set)  # those of `reduced` that can be stepped
     unsure: set[Tensor] = field(default_factory=set)  # Note [Gradients that are all zero]
     error: BaseException | None = None  # the first, which ``backward()`` raises when DDP has ended the pass
 
@@ -106,7 +113,7 @@ class SteppedPass:
                 self.abandon()
 
     def take(self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], unsure: set[int]) -> None:
-        """Store reduced gradients, and step the optimizer's full buckets."""
+        """Store reduced gradients, and step the optimizer's full buckets: Note [Few steps]."""
         self.unsure.update(params[place] for place in unsure)
         numbers, touched = self.overlap.core.engine.numbers_of(params), dict[int, Gradients]()
         for number, param, gradient in zip(numbers, params, gradients, strict=True):
@@ -115,8 +122,14 @@ class SteppedPass:
                     touched[number] = self.reduced.setdefault(number, {})
                 touched[number][param] = gradient
         for number, members in touched.items():
-            if self.overlap.trained(number) <= members.keys() and self.unsure.isdisjoint(members):
-                self.step(self.reduced.pop(number))
+            is_full = self.overlap.trained(number) <= members.keys() and self.unsure.isdisjoint(members)
+            (self.full.add if is_full else self.full.discard)(number)
+        if self.full and self.overlap.is_worth_a_step(self.full):
+            together: Gradients = {}
+            for number in sorted(self.full):
+                together.update(self.reduced.pop(number))
+            self.full.clear()
+            self.step(together)
 
     def step_late(self, *, leaves_unsure: bool, has_grads: bool) -> None:
         """Step buckets that never became full; if it ``leaves_unsure``, ``step()`` does the all-zero ones."""

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_optim.comm.agreement import agreeing, check_flags, raise_together
@@ -28,7 +29,7 @@ from zero_optim.comm.works import Work
 from zero_optim.compat import autograd
 from zero_optim.compat.streams import future_on
 from zero_optim.ddp.owners.owner_sums import OwnerSums
-from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, mean_hook, name_of
+from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, group_of, mean_hook, name_of
 from zero_optim.hooks.owners import OwnerGradients, OwnerReduction
 from zero_optim.hooks.passes import SteppedPass, Task
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
@@ -53,15 +54,16 @@ def zero_step(
     Use ``ddp.register_comm_hook(state, zero_step(optimizer, hook))``, on PyTorch's DDP or ours, with the
     state of ``hook``. All ranks call it before the first backward pass; it may create process groups. An
     optimizer's bucket (``bucket_cap_mb``) is stepped and gathered when all its trained parameters are
-    reduced: by a thread on gloo with CPU parameters, else by hooks on a side stream. There ``hook`` must
-    complete a bucket's future without a later call, unless ``interleave=False``.
+    reduced: by a thread on gloo with CPU parameters, else by hooks, several at once, on a side stream. There
+    ``hook`` must complete a bucket's future without a later call, unless ``interleave=False``.
 
     Parameters equal, bit for bit, those of ``hook`` alone; with None those without a hook, but for the last
-    bits if DDP divides (``gradient_as_bucket_view=True`` with ``zero_grad(set_to_none=False)``, ranks no
-    power of two). ``optimizer.step()`` steps the rest; a loop may omit it if DDP holds all parameters. The
-    learning rate is read during backward. Clipping and GradScaler come too late and raise. Uneven inputs need
-    ``Join([ddp, optimizer])``. After a failed ``backward()`` call ``optimizer.wait_for_gathers()``. Autograd
-    raises if backward reads a parameter after its gradient is complete.
+    bits if PyTorch's DDP divides (``gradient_as_bucket_view=True`` with ``zero_grad(set_to_none=False)``,
+    ranks no power of two). ``optimizer.step()`` steps the rest; a loop may omit it if DDP holds all
+    parameters. The learning rate is read during backward. Clipping and GradScaler come too late and raise.
+    Uneven inputs need ``Join([ddp, optimizer])``. After a failed ``backward()`` call
+    ``optimizer.wait_for_gathers()``. Autograd raises if backward reads a parameter after its gradient is
+    complete.
 
     Args:
         optimizer: its classes must be steppable in parts (see ``optimizer.explain()``).
@@ -179,6 +181,11 @@ class ZeroStep:
         self._pass: SteppedPass | None = None
         self._held: list[Task] = []  # came, and are not queued yet
         self._ending: set[int] = set()  # the engine's numbers of the passes that will call `_end`
+
+    def divides_by(self, state: dist.ProcessGroup | None) -> float | None:
+        """Return by what our DDP divides gradients as it copies them; None if the hook does."""
+        is_mean = self._hook is mean_hook and self._to_owners is None
+        return group_of(state).size() if is_mean else None
 
     def __deepcopy__(self, memo: object) -> "ZeroStep":
         """Return the hook itself, like a function: a copied DDP has the hook of the original."""

@@ -6,6 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from test_checkpoint import Resharded, Run, flip, resume, save_and_go_on
 from training import assert_same_bits, assert_same_state, make_params, set_grads, twin
 from zero_optim import ZeroRedundancyOptimizer, checkpoint, cli
 from zero_optim.checkpoint import offline
+from zero_optim.checkpoint.content import RankContent
+from zero_optim.errors import CheckpointError
 
 
 def saved(path: Path) -> dict[str, Any]:
@@ -188,6 +191,26 @@ def test_what_is_no_checkpoint_gets_one_line_and_status_2(
         assert line in shown
         assert shown.count("\n") == 1
     assert not Path(out).exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ((offline, "complete"), "cannot write {out}: ArithmeticError: on purpose"),
+        ((offline, "write_tensors"), "cannot write {out}: ArithmeticError: on purpose"),
+        ((RankContent, "bytes_of"), "the checkpoint {source} is damaged or foreign: ArithmeticError"),
+    ],
+    ids=["completing", "writing", "reading"],
+)
+def test_an_error_names_the_source_that_was_read_or_the_target_that_was_written(
+    place: tuple[Any, str], expected: str, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "weights.pt", tmp_path / "ours"
+    torch.save(nn.Linear(2, 2).state_dict(), source)
+    fails = mock.patch.object(*place, side_effect=ArithmeticError("on purpose"))
+    with fails, pytest.raises(CheckpointError, match=expected.format(source=source, out=out)):
+        offline.reshard(source, out, 2)
+    assert not checkpoint.latest(out)
 
 
 GROWTH = """

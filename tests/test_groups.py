@@ -15,6 +15,7 @@ from pool import on_ranks
 from training import (
     MATRICES,
     assert_same_bits,
+    assert_same_state,
     make_params,
     needs_muon,
     pair_of,
@@ -65,6 +66,21 @@ def test_a_group_with_its_class_may_be_added_and_saved_groups_name_neither_class
         assert_same_bits(sharded.param_groups[-1]["params"], params_of(plain), f"after step {step}")
     assert_same_bits(params_of(again), params_of(sharded))
     assert all("optimizer_class" not in group and "cost" not in group for group in saved["param_groups"])
+
+
+@on_ranks(2)
+def test_a_group_without_parameters_may_be_added_as_torch_optim_allows() -> None:
+    params, more = make_params(VECTORS), make_params(((4, 4),), seed=1)
+    plain = torch.optim.AdamW([{"params": []}, {"params": twin(params)}], lr=0.1)
+    sharded = ZeroRedundancyOptimizer([{"params": []}, {"params": params}], torch.optim.AdamW, lr=0.1)
+    for optimizer, own in ((plain, twin(more)), (sharded, more)):
+        optimizer.add_param_group({"params": [], "lr": 0.5})
+        optimizer.add_param_group({"params": own, "lr": 0.2})
+    train_both(plain, sharded, 2)
+    assert_same_state(whole(sharded), plain.state_dict())
+    named = ZeroRedundancyOptimizer([("weight", twin(more)[0])], torch.optim.AdamW)
+    with pytest.raises(ValueError, match="should be with/without names"):
+        named.add_param_group({"params": []})
 
 
 @on_ranks(2)

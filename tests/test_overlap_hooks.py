@@ -8,11 +8,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from fake_streams import fake_streams
 from overlap import (
     WRAPPERS,
+    Net,
     Setting,
     assert_same_grads,
     assert_same_params,
     assert_same_run,
     both_wrappers,
+    built,
+    grads_of,
+    loss_of,
     plain_step,
 )
 from pool import on_ranks
@@ -64,4 +68,23 @@ def test_a_wrapper_around_it_gives_the_same_bits() -> None:
     for number in range(5):
         expected, got = plain_step(plain, one, number), plain_step(model, other, number)
         assert_same_grads(model, got, expected, number)
+        assert_same_params(model, plain, number)
+
+
+@on_ranks(3)
+def test_without_a_hook_our_ddp_divides_with_the_same_bits_as_ever() -> None:
+    """Also gradients that are views of a bucket already; ranks are no power of two."""
+    options = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0004}
+    runs = [built(WRAPPERS["ours"], hook, Net, **options) for hook in (None, zero_step)]
+    for number in range(4):
+        grads = []
+        for model, optimizer in runs:
+            with model.no_sync():
+                loss_of(model, 10 + number).backward()
+            loss_of(model, number).backward()
+            grads.append(grads_of(model))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        (plain, _), (model, _) = runs
+        assert_same_grads(model, grads[1], grads[0], number)
         assert_same_params(model, plain, number)

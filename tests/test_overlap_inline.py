@@ -1,6 +1,7 @@
 """An overlapped step of two models, and of a bucket with frozen parameters, with a thread or without."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from overlap import WRAPPERS, assert_same_params, both_wrappers, either_way, inp
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.hooks import passes, zero_step
+from zero_optim.step.owned import OwnedState
 
 
 class Around(nn.Module):
@@ -55,6 +57,38 @@ def check_two_hooks() -> None:
             optimizer.step()
         for plain, model in zip(runs[0][0], runs[1][0], strict=True):
             assert_same_params(model, plain, number)
+
+
+# ---------------------------------------------------------------------- several buckets at once
+
+
+@on_ranks(2)
+@either_way
+def test_hooks_step_an_eighth_of_the_rest_at_once_and_a_thread_each_bucket(inline: bool) -> None:
+    run_either_way(inline, check_buckets_at_once, inline)
+
+
+def check_buckets_at_once(inline: bool) -> None:
+    net = nn.Sequential(*(nn.Linear(18, 18) for _ in range(32)))
+    model = WRAPPERS["ours"](net, bucket_cap_mb=0.001)
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, bucket_cap_mb=0.001)
+    model.register_comm_hook(None, zero_step(optimizer))
+    engine, taken = optimizer.core.engine, list[int]()
+    step = OwnedState.step
+
+    def counted(owned: OwnedState, groups: Any, closure: Any, gradients: Any, /, **kwargs: Any) -> Any:
+        taken.append(len(engine.buckets_of(gradients)))
+        return step(owned, groups, closure, gradients, **kwargs)
+
+    for number in range(3):
+        taken.clear()
+        with mock.patch.object(OwnedState, "step", counted):
+            model(inputs(number).flatten(1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sum(taken) == len(engine.buckets) > 16
+    assert taken[-1] == 1
+    assert taken[0] == (-(-len(engine.buckets) // 8) if inline else 1), taken
 
 
 # ---------------------------------------------------------------------- frozen parameters

@@ -292,7 +292,7 @@ class BackwardPass:
         """Wait for each launched bucket, and yield it with its gradients; a report reads its word."""
         for bucket, pending in self.launched:
             reduced = pending.wait()
-            if report is not None and report.in_last_bucket and bucket.is_last:
+            if report is not None and report.awaits_word and bucket.is_last:
                 report.read_word(reduced)
             yield bucket, reduced
 

@@ -232,12 +232,13 @@ def _copied(targets: Sequence[Tensor | None], sources: Sequence[Tensor | None]) 
 class GradBucket:
     """The argument of a comm hook: the methods of ``torch.distributed.GradBucket``."""
 
-    __slots__ = ("_bucket", "_buffer", "all_used")
+    __slots__ = ("_bucket", "_buffer", "all_used", "is_divided")
 
-    def __init__(self, bucket: ReducerBucket, *, all_used: bool = False) -> None:
+    def __init__(self, bucket: ReducerBucket, all_used: bool = False, is_divided: bool = False) -> None:
         self._bucket = bucket
         self._buffer = bucket.flat
         self.all_used = all_used  # for our own hooks: some rank has used each parameter
+        self.is_divided = is_divided  # likewise: gradients are divided by the number of ranks
 
     def index(self) -> int:
         """Place in the order of reduction."""

@@ -237,7 +237,7 @@ class Reducer:
     def _begin(self) -> BackwardPass:
         self.check_finished(waits=False)
         self.rebuild()
-        divisor = 1.0
+        divisor = self.slot.divisor() or 1.0
         if self.slot.is_empty:
             divisor = self.group.size if self._divisor is None else self._divisor()
         current = self._new_pass(self.assignment, divisor, in_join=self._divisor is not None)

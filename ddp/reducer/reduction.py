@@ -82,6 +82,12 @@ class HookSlot:
         self._version = self._names.version()
         return self._names.members()
 
+    def divisor(self) -> float | None:
+        """Return by what gradients are divided as they are copied, for a hook of ours; None if not."""
+        hook, state = self._hook or (None, None)
+        asked: Callable[[object], float | None] | None = getattr(hook, "divides_by", None)
+        return None if asked is None else asked(state)
+
     def launching(self, group: RankGroup, *, all_used: bool) -> Launch:
         """Return the launch function: the comm hook, or a sum. It holds a weak reference."""
         reference = weakref.ref(self)
@@ -92,7 +98,8 @@ class HookSlot:
             if slot._hook is None:
                 return group.start_sum(bucket.flat, bucket.label)
             with slot.minding():
-                return slot._start(bucket, group, GradBucket(bucket, all_used=all_used))
+                is_divided = slot.divisor() is not None
+                return slot._start(bucket, group, GradBucket(bucket, all_used, is_divided))
 
         return launch
 

@@ -33,6 +33,7 @@ class FailureReport:
         self, group: RankGroup, failure: str | None, used: Sequence[bool], *, in_last_bucket: bool = False
     ) -> None:
         self.in_last_bucket = in_last_bucket  # `read_word` comes before reading, in place of a small sum
+        self.awaits_word = in_last_bucket
         self._group = group
         self._failure = failure
         self._used = used
@@ -49,7 +50,7 @@ class FailureReport:
     def read_word(self, reduced: Tensor) -> None:
         """Copy the element of the last bucket's sum, before the user gets the gradients."""
         word = HostCopy(reduced[:1])
-        self._read = lambda: word
+        self._read, self.awaits_word = lambda: word, False
 
     def put_off(self) -> None:
         """Start the copy to the CPU; `check` comes later: Note [Late reports]."""

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from datetime import datetime, timezone
 from io import BufferedRandom, FileIO
@@ -37,7 +37,7 @@ from zero_optim.checkpoint.sections import (
 )
 from zero_optim.checkpoint.values import kinds_in, without_arrays
 from zero_optim.comm.encoding import tensors_in
-from zero_optim.errors import CheckpointError, StateMismatchError
+from zero_optim.errors import CheckpointError, StateMismatchError, ZeroOptimError, message_of
 from zero_optim.plan.partition import assign_owners
 
 FORMATS = ("torch", "torch-names", "dcp", "zero-optim")
@@ -72,23 +72,29 @@ def consolidate(source: Path, out: Path, *, weights: bool = False, force: bool =
     values = reader.manifest.values
     if wanted not in values:
         raise StateMismatchError(f"{source} holds no {wanted}")
-    with _writing(source, out), replacing(out) as file:
+    with _writing(out), replacing(out) as file:
         if out.suffix == ".safetensors":
             _write_safetensors(file, reader)
         else:
             get = mapping(of_reader(reader), out)
-            _save(model_of(values, get) if wanted == MODEL else state_dict_of(values, get), file)
+            with blamed_on(source):
+                whole = model_of(values, get) if wanted == MODEL else state_dict_of(values, get)
+            _save(whole, file)
 
 
 @contextmanager
-def _writing(source: Path, out: Path) -> Iterator[None]:
+def _writing(out: Path) -> Iterator[None]:
     """Remove what killed processes left of ``out``; turn errors in the body into CheckpointError."""
-    with blamed_on(source):
-        try:
-            remove_stale_parts(out)
-            yield
-        except OSError as error:
-            raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
+    try:
+        remove_stale_parts(out)
+        yield
+    except ZeroOptimError:  # it says what failed, perhaps the source
+        raise
+    except OSError as error:
+        raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
+    except Exception as error:
+        reason = f"{type(error).__name__}: {message_of(error)}"
+        raise CheckpointError(f"cannot write {out}: {reason}") from error
 
 
 def _save(whole: object, file: FileIO) -> None:
@@ -168,8 +174,9 @@ def convert(
         raise ValueError(f"{out} exists, and only a file is replaced by a file: remove it first")
     content = _open(source, names)
     _check_kinds(content, _OBJECTS if to.startswith("torch") else _OBJECTS | _SUBCLASSES)
-    with _writing(source, out):
-        whole = sections_of(content.values, mapping(content, out), by_name=to != "torch")
+    with _writing(out):
+        with blamed_on(source):
+            whole = sections_of(content.values, mapping(content, out), by_name=to != "torch")
         if to == "dcp":
             from zero_optim.checkpoint.formats.dcp_folder import write_dcp
 
@@ -204,10 +211,16 @@ def reshard(
     own_folder(out)
     _check_output(source, out, force=force)
     content = _open(source, names)
-    with _writing(source, out):
-        owner_of = _owners(content, world_size)
+
+    def read(box: Box) -> memoryview:
+        with blamed_on(source):
+            return content.bytes_of(box)
+
+    with _writing(out):
+        with blamed_on(source):
+            owner_of = _owners(content, world_size)
         with closing(FolderLock(out)) as lock:
-            saved = _write(content, owner_of, out)
+            saved = _write(content.all_boxes(), owner_of, read, out)
             complete(out, world_size, saved, content.values, alone=lock.keeps_out)
 
 
@@ -240,14 +253,16 @@ def _owners(source: RankContent, world_size: int) -> dict[str, int]:
     return of_key | dict(zip(rest, more, strict=True))
 
 
-def _write(source: RankContent, owner_of: dict[str, int], out: Path) -> Saved:
+def _write(
+    every: Sequence[Box], owner_of: dict[str, int], read: Callable[[Box], memoryview], out: Path
+) -> Saved:
     token, boxes = new_token(), dict[int, list[Box]]()
-    for box in source.all_boxes():
+    for box in every:
         boxes.setdefault(owner_of.get(box.key, 0), []).append(box)
     files, written = dict[str, DataFile](), Written()
     try:
         for rank in sorted(boxes):
-            file, places = write_tensors(out, token, rank, boxes[rank], source.bytes_of)
+            file, places = write_tensors(out, token, rank, boxes[rank], read)
             files.update(file)
             written += places
     except BaseException:

@@ -25,7 +25,7 @@ from zero_optim.checkpoint.files import open_part, write_all
 from zero_optim.checkpoint.objects import positional
 from zero_optim.checkpoint.values import Json, key_of, unpack, without_arrays
 from zero_optim.comm.wire import memory_of
-from zero_optim.errors import StateMismatchError
+from zero_optim.errors import CheckpointError, StateMismatchError
 from zero_optim.plan.groups import options_of
 from zero_optim.probe.saved import BESIDE
 from zero_optim.state.dicts import with_beside
@@ -214,16 +214,23 @@ def mapping(source: RankContent, out: Path) -> Callable[[str, Sequence[int]], Te
         tensor = with_strides(loaded(saved) if tensor is None else tensor, strides)
         if not tensor.numel():
             return tensor.clone()
-        path, file = open_part(out)
         try:
-            with file:
-                run: Any = memory_of(tensor).numpy()
-                write_all(file, memoryview(run))
-            return map_file(path, 0, tensor.dtype, tensor.shape, tensor.stride())
-        finally:
-            path.unlink(missing_ok=True)
+            return _through_file(tensor, out)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
 
     return get
+
+
+def _through_file(tensor: Tensor, out: Path) -> Tensor:
+    path, file = open_part(out)
+    try:
+        with file:
+            run: Any = memory_of(tensor).numpy()
+            write_all(file, memoryview(run))
+        return map_file(path, 0, tensor.dtype, tensor.shape, tensor.stride())
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def torch_save(value: object, file: IO[bytes]) -> None:

@@ -6,7 +6,7 @@ thread of the backward pass, in the next bucket's hook: Note [A thread or none] 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,8 @@ from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.gathers import start_gather, start_header
 from zero_optim.shard.task import Task
 from zero_optim.state.core import Core
+
+PARTS = 8  # full buckets are stepped when they have such a part of the rest
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +105,8 @@ class Overlap:
         self._trained: list[frozenset[Tensor]] = []
         self._loop_calls_step = False
         self._stepped: dict[Tensor, None] = {}  # not gathered yet; perhaps at an earlier moment
-        self._left = set[Bucket]()  # that this pass has not gathered: the header goes with the last one
+        # What this pass has not gathered, with bytes to step: the header goes with the last one.
+        self._left: dict[Bucket, int] = {}
 
     def new_lanes(self) -> Lease:
         """Take process groups for a thread, or ``group`` without one. All ranks call."""
@@ -131,7 +134,8 @@ class Overlap:
 
     def begin_pass(self) -> None:
         """Begin a backward pass, of which the last gather tells what failed, when no step is under way."""
-        self._left = set(self.core.engine.buckets)
+        buckets = self.core.engine.buckets
+        self._left = {each: each.nbytes * any(p.requires_grad for p in each.params) for each in buckets}
 
     def begin(self, *, joined: bool) -> None:
         """Begin a step: Note [Moving parameters] in `shard.bucket`. Raises if the last pass broke off."""
@@ -185,6 +189,13 @@ class Overlap:
             self._trained.append(trained or frozenset(bucket.params))
         return self._trained[number]
 
+    def is_worth_a_step(self, numbers: Collection[int]) -> bool:
+        """Whether to step full buckets now: on a thread, or if they are a large part of the rest."""
+        if self.takes_thread:
+            return True
+        nbytes = sum(self.core.engine.buckets[number].nbytes for number in numbers)
+        return PARTS * nbytes >= sum(self._left.values())
+
     def step(
         self,
         gradients: Mapping[Tensor, Tensor | None],
@@ -210,7 +221,8 @@ class Overlap:
         changed = frozenset(self._stepped)  # the pass still reads frozen ones
         self._stepped.clear()
         stepped = [bucket for bucket in self.core.engine.buckets_of(changed) if bucket in buckets]
-        self._left.difference_update(stepped)
+        for bucket in stepped:
+            self._left.pop(bucket, None)
         return stepped, changed, not self._left
 
     def send_header(self) -> None:

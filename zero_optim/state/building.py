@@ -132,7 +132,7 @@ def add_group(core: Core, group: dict[str, Any]) -> None:
             GroupReader.behind(core.groups).add_param_group(group)
             new = core.groups[before:]
             (group,) = new
-            names = short_names(core.groups)[-len(group["params"]) :]
+            names = short_names(core.groups)[len(params_of(core.groups[:before])) :]
             held = held_among(list(zip(names, group["params"], strict=True)), core.group)
             inputs.held.update(held)
             sharding.hold(held, row_pieces(held))
