@@ -8,8 +8,9 @@ is launched, and the results become the parameters' gradients.
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -245,7 +246,7 @@ class Reducer:
         if self.options.may_be_unused and self._ties.begin is not None and self._ties.begin():
             current.hold()
         self._inbox.use(current)
-        when_backward_ends(lambda: self._finish(current), current.break_off)
+        when_backward_ends(partial(self._finish, current), current.break_off)
         learnt = self.history.learnt
         unused = [index for index, calls in enumerate(learnt or ()) if not calls]
         with torch.no_grad():
@@ -261,21 +262,17 @@ class Reducer:
             divisor=divisor,
             can_carry_word=self.slot.is_empty and assignment.buckets[-1].can_carry_failure_word,
             in_join=in_join,
-            held_up=self._held_up(),
+            held_up=nullcontext() if self.defers_reports else self._summing.phase,
         )
 
     def _open(self) -> Launch:
         return self.slot.launching(self._summing, all_used=not self.options.may_be_unused)
 
-    def _held_up(self) -> AbstractContextManager[None]:
-        """Return a context that counts the time: Note [Exposed seconds] in `comm.traffic`."""
-        return nullcontext() if self.defers_reports else self._summing.phase.held_up()
-
     @torch.no_grad()
     def _finish(self, current: BackwardPass) -> None:
         self._inbox.use(None)
         try:
-            with self._held_up():
+            with current.held_up:
                 self._conclude(current)
         except BaseException:
             current.give_back(drops=True)
