@@ -70,9 +70,7 @@ class BackwardPass:
         divisor: float = 1.0,  # of the gradients; 1 where a comm hook divides
         can_carry_word: bool = False,  # the last bucket can tell of a failure; then it waits for the end
         in_join: bool = False,
-        held_up: AbstractContextManager[
-            None
-        ] = _UNCOUNTED,  # times what is done with gradients
+        held_up: AbstractContextManager[None] = _UNCOUNTED,  # times what is done with gradients
     ) -> None:
         buckets = assignment.buckets
         self.phase = Phase.RUNNING
