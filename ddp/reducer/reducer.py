@@ -128,7 +128,7 @@ class Reducer:
     @torch.no_grad()
     def rebuild(self) -> bool:
         """Rebuild buckets in rank 0's order of gradients, if due; returns whether it did. All ranks call."""
-        if self._inbox.is_running:
+        if self._inbox.running is not None:
             return False
         is_renamed = self.slot.members_changed
         if not self.history.knows_order(self.options) or (self.has_rebuilt and not is_renamed):
@@ -149,7 +149,7 @@ class Reducer:
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let ``hook(state, bucket) -> Future[Tensor]`` reduce buckets, and divide by the number of ranks."""
-        if self._inbox.is_running:
+        if self._inbox.running is not None:
             raise RuntimeError("a comm hook must be registered before backward() begins")
         self.slot.register(state, hook)
         if self.slot.members_changed and not self.has_rebuilt:
@@ -211,7 +211,7 @@ class Reducer:
         announce_backward(tensors, self._reduced.index_of, weakly(self._output_reached))
 
     def _output_reached(self) -> None:
-        if not self._inbox.is_running and self._is_wanted(was_prepared=True):
+        if self._inbox.running is None and self._is_wanted(was_prepared=True):
             self._begin()
 
     def check_finished(self, *, waits: bool = True) -> None:
@@ -239,7 +239,7 @@ class Reducer:
         self.check_finished(waits=False)
         self.rebuild()
         divisor = 1.0
-        if self.slot.is_empty:
+        if self.slot.hook is None:
             divisor = self.group.size if self._divisor is None else self._divisor()
         current = self._new_pass(self.assignment, divisor, in_join=self._divisor is not None)
         self.group.works.log.activity.begin("backward pass")
@@ -260,7 +260,7 @@ class Reducer:
             self.options,
             Reductions(self._ties.engine, self._open()),
             divisor=divisor,
-            can_carry_word=self.slot.is_empty and assignment.buckets[-1].can_carry_failure_word,
+            can_carry_word=self.slot.hook is None and assignment.buckets[-1].can_carry_failure_word,
             in_join=in_join,
             held_up=nullcontext() if self.defers_reports else self._summing.phase,
         )
@@ -298,7 +298,7 @@ class Reducer:
             warnings.warn(WITHOUT_GRAPH, stacklevel=2)
 
     def _hand_out(self, current: BackwardPass, *, defers: bool, drops: bool = False) -> None:
-        if not self.slot.is_empty:  # on gloo PowerSGD issues some collectives late, from other threads
+        if self.slot.hook is not None:  # on gloo PowerSGD issues some collectives late, from other threads
             with self.slot.minding():
                 current.drain()
         report = current.report(self.group)

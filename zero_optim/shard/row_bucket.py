@@ -306,7 +306,7 @@ class RowBucket(Uncopied, Bucket):
 
     def free(self) -> None:
         """Wait for the gather, then free the parameters and the flat tensor's memory."""
-        self.arrive()
+        self.gathers.wait()
         if not self.is_whole:
             return
         self._show(self._freed.tensors)
