@@ -265,10 +265,10 @@ class RankGroup:
             else:
                 handle = dist.all_reduce(tensor, group=self.process_group, async_op=True)
             work.take(handle)
-        if memory is not None:
-            self.phase.sent(handle.nbytes)
+        if memory is None:
+            self.count_sum(tensor)
         else:
-            self._count_sum(tensor)
+            self.phase.sent(handle.nbytes)
 
         def total(_: object) -> Tensor:
             # Waited for, not only asked for: so the memory is kept until the current stream has read it.
@@ -284,11 +284,7 @@ class RankGroup:
         memory = self._memory_for_sum(tensor)
         if memory is not None:
             self.phase.sent(memory.sum_nbytes(tensor))
-        else:
-            self._count_sum(tensor)
-
-    def _count_sum(self, tensor: Tensor) -> None:
-        if self.size > 1 and tensor.is_sparse:
+        elif self.size > 1 and tensor.is_sparse:
             parts = private.indices(tensor), private.values(tensor)
             self.phase.sent((self.size - 1) * sum(part.nbytes for part in parts))
         elif self.size > 1:
