@@ -60,8 +60,9 @@ class LaunchOrder:
     def reached(self, number: int, place: int | None) -> None:
         """Note that a unit is whole, before the next is fetched, at the place of its call, or None."""
         self.gathered(number)
-        may_be_due = place is not None and place > self._since and number in self._freed
-        if may_be_due and (current := self._running()) is not None:
+        if place is None or place <= self._since or number not in self._freed:
+            return
+        if (current := self._running()) is not None:
             current.launch_due(lambda bucket: self._called_first(bucket) > place)
 
     def _called_first(self, bucket: int) -> float:
