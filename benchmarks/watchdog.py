@@ -22,7 +22,7 @@ from models import workload
 
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.traffic import Phase, Traffic
+from zero_optim.comm.traffic import Phase
 from zero_optim.comm.works import Work
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.flow.pending import Waitable
@@ -52,7 +52,7 @@ def seconds_of_a_label() -> float:
             work.wait()
         labelled = time.thread_time()
         for _ in range(REPEATS):
-            with group.phase.held_up():
+            with group.phase:
                 handle.wait()
         taken.append((labelled - start - (time.thread_time() - labelled)) / REPEATS)
     return min(taken)
@@ -64,7 +64,7 @@ def seconds_of_a_count() -> tuple[float, float]:
     for _ in range(3):
         start = time.thread_time()
         for _ in range(REPEATS):
-            with phase.held_up():
+            with phase:
                 pass
         spanned = time.thread_time()
         for _ in range(REPEATS):
@@ -76,21 +76,25 @@ def seconds_of_a_count() -> tuple[float, float]:
 
 def counts_of(step: Callable[[], None]) -> tuple[int, int, int]:
     """Take a step; tells how many spans it counts, how much else, and how many works begin."""
-    found, add, begin = [0, 0, 0], Traffic.add, Work.take
+    found, end, sent, begin = [0, 0, 0], Phase.__exit__, Phase.sent, Work.take
 
-    def noted(traffic: Traffic, phase: str, **counts: float) -> None:
-        found["seconds" not in counts] += 1
-        add(traffic, phase, **counts)  # type: ignore[arg-type]
+    def ended(phase: Phase, *error: object) -> None:
+        found[0] += 1
+        end(phase, *error)
+
+    def noted(phase: Phase, nbytes: int, collectives: int = 1) -> None:
+        found[1] += 1
+        sent(phase, nbytes, collectives)
 
     def begun(work: Work, *handles: Waitable) -> Work:
         found[2] += 1
         return begin(work, *handles)
 
-    Traffic.add, Work.take = noted, begun  # type: ignore[method-assign, assignment]
+    Phase.__exit__, Phase.sent, Work.take = ended, noted, begun  # type: ignore[method-assign, assignment]
     try:
         step()
     finally:
-        Traffic.add, Work.take = add, begin  # type: ignore[method-assign]
+        Phase.__exit__, Phase.sent, Work.take = end, sent, begin  # type: ignore[method-assign]
     return found[0], found[1], found[2]
 
 

@@ -38,7 +38,7 @@ def gathered(optimizer: ZeroRedundancyOptimizer) -> tuple[int, int]:
     rank, size = dist.get_rank(), dist.get_world_size()
     in_memory = optimizer.ranks.shared_memory(torch.device("cpu")) is not None
     times = (size - 1, *[0] * (size - 1)) if in_memory else TREES[size]
-    nbytes, rows = (size - 1) * STAMP_NBYTES, 1 if in_memory else size  # the header
+    nbytes, rows = (size - 1) * STAMP_NBYTES, 1  # the header
     for bucket in optimizer.core.engine.buckets:
         layout = bucket.layout
         for row in layout.rows:

@@ -60,8 +60,9 @@ class LaunchOrder:
     def reached(self, number: int, place: int | None) -> None:
         """Note that a unit is whole, before the next is fetched, at the place of its call, or None."""
         self.gathered(number)
-        current = self._running()
-        if current is not None and place is not None and place > self._since and number in self._freed:
+        if place is None or place <= self._since or number not in self._freed:
+            return
+        if (current := self._running()) is not None:
             current.launch_due(lambda bucket: self._called_first(bucket) > place)
 
     def _called_first(self, bucket: int) -> float:
@@ -72,8 +73,7 @@ class LaunchOrder:
         """Note that the gather of a unit was started, or is not needed; None for no unit."""
         if self._to_gather is not None and number in self._to_gather:
             self._to_gather.remove(number)
-            current = self._running()
-            if not self._to_gather and current is not None:
+            if not self._to_gather and (current := self._running()) is not None:
                 current.release()
 
     def end(self) -> None:

@@ -124,7 +124,7 @@ class OwnerReducer(Reducer):
     @property
     def running(self) -> BackwardPass | None:
         """The backward pass that is running."""
-        return self._inbox.current if self._inbox.is_running else None
+        return self._inbox.running
 
     def check_finished(self, *, waits: bool = True) -> None:
         """Do as `Reducer.check_finished`; RankMismatchError, on every rank, if replicas differ."""

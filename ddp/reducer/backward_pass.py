@@ -70,7 +70,7 @@ class BackwardPass:
         divisor: float = 1.0,  # of the gradients; 1 where a comm hook divides
         can_carry_word: bool = False,  # the last bucket can tell of a failure; then it waits for the end
         in_join: bool = False,
-        held_up: AbstractContextManager[None] = _UNCOUNTED,  # counts the time in which gradients are taken
+        held_up: AbstractContextManager[None] = _UNCOUNTED,  # times what is done with gradients
     ) -> None:
         buckets = assignment.buckets
         self.phase = Phase.RUNNING
@@ -87,7 +87,7 @@ class BackwardPass:
         self._places = assignment.places
         self._reductions, self.launched = reductions, reductions.launched
         self._divisor = divisor
-        self._held_up = held_up
+        self.held_up = held_up
         # 0 while that is learnt: whatever comes is unusual
         expected = history.learnt or [0 if self.kind == "learning" else 1] * len(self.calls)
         self._expected = list(expected)
@@ -141,7 +141,7 @@ class BackwardPass:
         if streams is not None:
             streams.came(number)
         if slot in bucket.large_slots:
-            with self._held_up:
+            with self.held_up:
                 bucket.take_one(slot, self._divisor)
         else:
             pending = bucket.pending
@@ -149,12 +149,12 @@ class BackwardPass:
             if len(pending) >= bucket.batch_length:
                 if streams is not None and streams.join(number):
                     bucket.record_use(pending)
-                with self._held_up:
+                with self.held_up:
                     bucket.take_pending(self._divisor)
         waiting = self._waiting
         waiting[number] -= 1
         if not waiting[number]:
-            with self._held_up:
+            with self.held_up:
                 self._launch_full()
 
     def _unusual(self, index: int) -> None:
@@ -203,13 +203,13 @@ class BackwardPass:
             )
             if self.kind == "learning" or is_to_come:
                 return
-            with self._held_up:
+            with self.held_up:
                 self._launch_next()
 
     def release(self) -> None:
         """From now on, launch buckets as soon as they are full."""
         self._is_held = False
-        with self._held_up:
+        with self.held_up:
             self._launch_full()
 
     def _launch_next(self) -> None:

@@ -58,7 +58,7 @@ class Inbox:
                 follow(index)
 
         def comes(index: int, _: Tensor) -> None:
-            if coming is not None and not self.is_running:
+            if coming is not None and self.running is None:
                 coming(index)
 
         for index, param in enumerate(params):
@@ -87,9 +87,10 @@ class Inbox:
         return lost
 
     @property
-    def is_running(self) -> bool:
-        """Whether a backward pass is running."""
-        return self.current is not None and self.current.phase is Phase.RUNNING
+    def running(self) -> BackwardPass | None:
+        """The backward pass that is running."""
+        current = self.current
+        return current if current is not None and current.phase is Phase.RUNNING else None
 
 
 def remove(handles: Sequence[RemovableHandle]) -> None:

@@ -8,8 +8,9 @@ is launched, and the results become the parameters' gradients.
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -127,7 +128,7 @@ class Reducer:
     @torch.no_grad()
     def rebuild(self) -> bool:
         """Rebuild buckets in rank 0's order of gradients, if due; returns whether it did. All ranks call."""
-        if self._inbox.is_running:
+        if self._inbox.running is not None:
             return False
         is_renamed = self.slot.members_changed
         if not self.history.knows_order(self.options) or (self.has_rebuilt and not is_renamed):
@@ -148,7 +149,7 @@ class Reducer:
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let ``hook(state, bucket) -> Future[Tensor]`` reduce buckets, and divide by the number of ranks."""
-        if self._inbox.is_running:
+        if self._inbox.running is not None:
             raise RuntimeError("a comm hook must be registered before backward() begins")
         self.slot.register(state, hook)
         if self.slot.members_changed and not self.has_rebuilt:
@@ -210,7 +211,7 @@ class Reducer:
         announce_backward(tensors, self._reduced.index_of, weakly(self._output_reached))
 
     def _output_reached(self) -> None:
-        if not self._inbox.is_running and self._is_wanted(was_prepared=True):
+        if self._inbox.running is None and self._is_wanted(was_prepared=True):
             self._begin()
 
     def check_finished(self, *, waits: bool = True) -> None:
@@ -238,14 +239,14 @@ class Reducer:
         self.check_finished(waits=False)
         self.rebuild()
         divisor = self.slot.divisor() or 1.0
-        if self.slot.is_empty:
+        if self.slot.hook is None:
             divisor = self.group.size if self._divisor is None else self._divisor()
         current = self._new_pass(self.assignment, divisor, in_join=self._divisor is not None)
         self.group.works.log.activity.begin("backward pass")
         if self.options.may_be_unused and self._ties.begin is not None and self._ties.begin():
             current.hold()
         self._inbox.use(current)
-        when_backward_ends(lambda: self._finish(current), current.break_off)
+        when_backward_ends(partial(self._finish, current), current.break_off)
         learnt = self.history.learnt
         unused = [index for index, calls in enumerate(learnt or ()) if not calls]
         with torch.no_grad():
@@ -259,23 +260,19 @@ class Reducer:
             self.options,
             Reductions(self._ties.engine, self._open()),
             divisor=divisor,
-            can_carry_word=self.slot.is_empty and assignment.buckets[-1].can_carry_failure_word,
+            can_carry_word=self.slot.hook is None and assignment.buckets[-1].can_carry_failure_word,
             in_join=in_join,
-            held_up=self._held_up(),
+            held_up=nullcontext() if self.defers_reports else self._summing.phase,
         )
 
     def _open(self) -> Launch:
         return self.slot.launching(self._summing, all_used=not self.options.may_be_unused)
 
-    def _held_up(self) -> AbstractContextManager[None]:
-        """Return a context that counts the time: Note [Exposed seconds] in `comm.traffic`."""
-        return nullcontext() if self.defers_reports else self._summing.phase.held_up()
-
     @torch.no_grad()
     def _finish(self, current: BackwardPass) -> None:
         self._inbox.use(None)
         try:
-            with self._held_up():
+            with current.held_up:
                 self._conclude(current)
         except BaseException:
             current.give_back(drops=True)
@@ -301,7 +298,7 @@ class Reducer:
             warnings.warn(WITHOUT_GRAPH, stacklevel=2)
 
     def _hand_out(self, current: BackwardPass, *, defers: bool, drops: bool = False) -> None:
-        if not self.slot.is_empty:  # on gloo PowerSGD issues some collectives late, from other threads
+        if self.slot.hook is not None:  # on gloo PowerSGD issues some collectives late, from other threads
             with self.slot.minding():
                 current.drain()
         report = current.report(self.group)

@@ -38,16 +38,11 @@ class HookSlot:
     """The comm hook, at most one. After a ``failure`` it is not called again: its collectives are unknown."""
 
     def __init__(self) -> None:
-        self._hook: tuple[Hook, object] | None = None
+        self.hook: tuple[Hook, object] | None = None
         self._names: NamesBuckets | None = None
         self._version: object = None
         self.name = ""
         self.failure: str | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no hook."""
-        return self._hook is None
 
     def forget(self) -> None:
         """Forget a failure, where all begins anew."""
@@ -60,13 +55,13 @@ class HookSlot:
     def register(self, state: object, hook: Hook) -> None:
         """Set the hook; see `Reducer.register_comm_hook`."""
         _check_hook(hook)
-        if self._hook is not None:
+        if self.hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once. "
                 f"{self.name} is registered already: to do both, wrap one in the other and "
                 f"register that instead of {hook_name(hook)}"
             )
-        self._hook, self.name = (hook, state), hook_name(hook)
+        self.hook, self.name = (hook, state), hook_name(hook)
         names = getattr(hook, "buckets", None)
         self._names = names if isinstance(names, NamesBuckets) else None
 
@@ -84,7 +79,7 @@ class HookSlot:
 
     def divisor(self) -> float | None:
         """Return by what gradients are divided as they are copied, for a hook of ours; None if not."""
-        hook, state = self._hook or (None, None)
+        hook, state = self.hook or (None, None)
         asked: Callable[[object], float | None] | None = getattr(hook, "divides_by", None)
         return None if asked is None else asked(state)
 
@@ -95,7 +90,7 @@ class HookSlot:
         def launch(bucket: ReducerBucket) -> Pending[Tensor]:
             slot = reference()
             assert slot is not None  # see above
-            if slot._hook is None:
+            if slot.hook is None:
                 return group.start_sum(bucket.flat, bucket.label)
             with slot.minding():
                 is_divided = slot.divisor() is not None
@@ -105,8 +100,8 @@ class HookSlot:
 
     def _start(self, bucket: ReducerBucket, group: RankGroup, argument: GradBucket) -> Pending[Tensor]:
         """Call the hook, which also divides. Counts the wait, not the bytes that the hook sends."""
-        assert self._hook is not None  # asked for by the caller
-        (hook, state), name = self._hook, self.name
+        assert self.hook is not None  # asked for by the caller
+        (hook, state), name = self.hook, self.name
         with group.begin_work(bucket.label, runs_hook=True) as work:
             future = hook(state, argument)
             if not isinstance(future, private.Future):

@@ -257,7 +257,6 @@ class RankGroup:
 
     def start_sum(self, tensor: Tensor, about: str = "") -> Pending[Tensor]:
         """Start a sum over all ranks, which is the value; in place if dense."""
-        self.count_sum(tensor)
         memory = self._memory_for_sum(tensor)
         handle: Any
         with self.begin_work(about, tensor.device if memory is None else None) as work:
@@ -266,6 +265,10 @@ class RankGroup:
             else:
                 handle = dist.all_reduce(tensor, group=self.process_group, async_op=True)
             work.take(handle)
+        if memory is None:
+            self.count_sum(tensor)
+        else:
+            self.phase.sent(handle.nbytes)
 
         def total(_: object) -> Tensor:
             # Waited for, not only asked for: so the memory is kept until the current stream has read it.
@@ -315,7 +318,7 @@ class RankGroup:
         """Wait on the CPU for a collective's result; StalledError if the ranks gave up."""
         if copy.is_here:
             return copy.read()
-        with self.phase.held_up(), self.begin_work():
+        with self.phase, self.begin_work():
             value = copy.read()
         self.works.check()
         return value

@@ -222,7 +222,7 @@ def send(group: RankGroup, tensor: Tensor, *to: int) -> None:
 def recv(group: RankGroup, tensor: Tensor, source: int) -> None:
     """Receive into a contiguous tensor from ``source``; on an accelerator the stream waits."""
     staged = tensor if tensor.device == group.device else torch.empty_like(tensor, device=group.device)
-    with group.phase.held_up(), group.begin_work():
+    with group.phase, group.begin_work():
         with _at_once(group, staged.device) as started:
             each = _started([_irecv(group, staged, source)])
         for work in started or each:

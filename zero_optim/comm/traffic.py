@@ -21,7 +21,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 # Of an optimizer, see `ZeroRedundancyOptimizer.metrics`. What is given no other name is counted as "agree".
@@ -43,28 +42,20 @@ class Traffic:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
-        self._counts = defaultdict[str, _Counts](_Counts)
+        self.counts = defaultdict[str, _Counts](_Counts)
         self._steps = 0
-        self._lock = threading.RLock()  # a signal handler may communicate too
+        self.lock = threading.RLock()  # a signal handler may communicate too
 
     def count_step(self) -> None:
         """Count a step, or a backward pass of a reducer."""
-        with self._lock:
+        with self.lock:
             self._steps += 1
-
-    def add(self, phase: str, *, seconds: float = 0.0, nbytes: int = 0, collectives: int = 0) -> None:
-        """Add to the counts of a phase."""
-        with self._lock:
-            counts = self._counts[phase]
-            counts.seconds += seconds
-            counts.nbytes += nbytes
-            counts.collectives += collectives
 
     def figures(self, phases: tuple[str, ...], steps: str, *, reset: bool) -> dict[str, float]:
         """Return the counts of some phases and the totals; ``reset`` counts from zero again."""
-        with self._lock:
-            named = {phase: self._counts.get(phase, _Counts()) for phase in phases}
-            every = list(self._counts.values())
+        with self.lock:
+            named = {phase: self.counts.get(phase, _Counts()) for phase in phases}
+            every = list(self.counts.values())
             named["total"] = _Counts(
                 sum((each.seconds for each in every), 0.0),
                 sum(each.nbytes for each in every),
@@ -75,7 +66,7 @@ class Traffic:
             figures |= {f"collectives/{phase}": float(each.collectives) for phase, each in named.items()}
             figures[steps] = float(self._steps)
             if reset:
-                self._counts.clear()
+                self.counts.clear()
                 self._steps = 0
         return figures
 
@@ -95,7 +86,7 @@ _OPEN = _OpenSpans()
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The phase, one of `PHASES`, of traffic and waits."""
+    """The phase, one of `PHASES`, of traffic and waits; as a context it counts exposed seconds."""
 
     traffic: Traffic = field(default_factory=Traffic)
     name: str = "agree"
@@ -110,22 +101,25 @@ class Phase:
 
     def sent(self, nbytes: int, collectives: int = 1) -> None:
         """Count what is sent."""
-        self.traffic.add(self.name, nbytes=nbytes, collectives=collectives)
-
-    def held_up(self) -> AbstractContextManager[None]:
-        """Return a context in which this thread waits or works for communication."""
-        return self if self.is_exposed else nullcontext()
+        with self.traffic.lock:
+            counts = self.traffic.counts[self.name]
+            counts.nbytes += nbytes
+            counts.collectives += collectives
 
     def __enter__(self) -> None:
-        _OPEN.seconds.append([0.0, self.traffic.clock()])
+        if self.is_exposed:
+            _OPEN.seconds.append([0.0, self.traffic.clock()])
 
     def __exit__(self, *_: object) -> None:
+        if not self.is_exposed:
+            return
         spans = _OPEN.seconds
         inner, began = spans.pop()
         seconds = self.traffic.clock() - began
         if spans:
             spans[-1][0] += seconds
-        self.traffic.add(self.name, seconds=seconds - inner)
+        with self.traffic.lock:
+            self.traffic.counts[self.name].seconds += seconds - inner
 
 
 def broadcast_nbytes(nbytes: int, behind: int, size: int, *, is_tree: bool) -> int:

@@ -124,7 +124,7 @@ class Work:
     def wait(self) -> Any:  # noqa: ANN401 - what the last handle gives
         """Wait with the caller or the current stream; StalledError if a rank is late or has ended."""
         result: Any = None
-        with self.phase.held_up(), self:
+        with self.phase, self:
             for handle in self.handles:
                 result = self.group.wait_for(handle) if self.polls else handle.wait()
         device = self.late_on

@@ -94,6 +94,10 @@ class Accelerator:
         """Allocate a pinned host tensor, for copies beside the CPU."""
         return torch.empty_like(like, device="cpu", pin_memory=True)
 
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """Copy a CPU tensor to pinned memory."""
+        return self.host_tensor(tensor).copy_(tensor) if tensor.device.type == "cpu" else tensor
+
     def future(self, device: torch.device) -> torch.futures.Future[Tensor]:
         """Return a future whose waiters' streams wait for the stream that set it."""
         return torch.futures.Future(devices=[device])
@@ -173,20 +177,16 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a small tensor to a device; the CPU waits only for a copy to the CPU."""
     if tensor.device == device:
         return tensor
-    return _pinned(tensor, device).to(device, non_blocking=is_asynchronous(device))
+    accelerator = accelerator_of(device)
+    source = tensor if accelerator is None else accelerator.pinned(tensor)
+    return source.to(device, non_blocking=accelerator is not None)
 
 
 def copy_to(place: Tensor, tensor: Tensor) -> None:
     """Copy a small CPU tensor into a device tensor. The CPU does not wait."""
-    place.copy_(_pinned(tensor, place.device), non_blocking=is_asynchronous(place.device))
-
-
-def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to pinned memory, if it goes to an accelerator."""
-    accelerator = accelerator_of(device)
-    if accelerator is None or tensor.device.type != "cpu":
-        return tensor
-    return accelerator.host_tensor(tensor).copy_(tensor)
+    accelerator = accelerator_of(place.device)
+    source = tensor if accelerator is None else accelerator.pinned(tensor)
+    place.copy_(source, non_blocking=accelerator is not None)
 
 
 def future_on(device: torch.device) -> torch.futures.Future[Tensor]:

@@ -64,7 +64,7 @@ class Sender(_End):
         """Write a piece of the first message; returns its bytes with padding, 0 if there is no room."""
         message, began, num_read = self.queue[0], self._at, int(self._words[self._read])
         while message.number < len(message.parts) and (left := PIECE - (self._at - began)) > 0:
-            address, nbytes = message.parts[message.number]
+            nbytes, address = message.parts[message.number]
             place = self._at % self._size
             room = min(self._size - (self._at - num_read), self._size - place, left)
             ready = min(nbytes, message.ready) if message.number else nbytes
@@ -189,27 +189,25 @@ class Step:
 
     def run(self) -> int:
         """Take a piece; returns its bytes with padding, 0 if nothing has come."""
-        taken = 0
-        while taken < PIECE:
-            there = PIECE - taken
-            for receiver in self.receivers:
-                if receiver.steps[0] is not self:
-                    return 0
-                there = min(there, receiver.readable())
+        taken, there = 0, PIECE
+        for receiver in self.receivers:
+            if receiver.steps[0] is not self:
+                return 0
+            there = min(there, receiver.readable())
+        while taken < there:
             nbytes, act = self._parts[self._number]
-            count = min(nbytes - self._done, there)
-            if not count or act(self._done, count) is False:
+            count = min(nbytes - self._done, there - taken)
+            if act(self._done, count) is False:
                 break
             self._done += count
             if self._done == nbytes:
                 self._number, self._done = self._number + 1, 0
-            is_over = self._number == len(self._parts)
             taken += count + -count % LINE
             for receiver in self.receivers:
                 receiver.drop(count + -count % LINE)
-                if is_over:
+            if self._number == len(self._parts):
+                for receiver in self.receivers:
                     receiver.steps.popleft()
-            if is_over:
                 self._work.num_pending -= 1
                 break
         return taken

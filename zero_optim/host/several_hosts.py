@@ -136,10 +136,11 @@ class SeveralHosts:
         chunks = self._chunks(tensor)
         rows = list(enumerate(chunks))
         add_up = self._start_sum(chunks, chunks[self._rank_at(self._host)], add_as_gloo, tag, call)
+        cross = self._crossing(rows, tag + 1, call)
 
         def finish() -> None:
             add_up()
-            _wait_for(self._crossing(rows, tag + 1, call)())
+            _wait_for(cross())
             self._spread(rows, call)
 
         return self._then(call, finish)

@@ -97,12 +97,11 @@ class SharedMemory:
 
     def send(self, work: HostWork, peer: int, kind: int, tensors: Sequence[Tensor], tag: int = 0) -> Message:
         """Send contiguous tensors to a rank, a head first."""
-        lengths = [tensor.nbytes for tensor in tensors]
-        head = _head(work, kind, tag, lengths)
+        parts = [(tensor.nbytes, tensor.data_ptr()) for tensor in tensors if tensor.nbytes]
+        head = _head(work, kind, tag, parts)
         work.nbytes += head[2]
         work.kept.append(head)
-        parts = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor.nbytes]
-        message = Message(work, [(ctypes.addressof(head), LINE), *parts])
+        message = Message(work, [(LINE, ctypes.addressof(head)), *parts])
         self._ends[peer][0].queue.append(message)
         return message
 
@@ -116,7 +115,8 @@ class SharedMemory:
         num_heads: int = 0,  # the first parts, which are taken whatever the tag
     ) -> None:
         """Do something with bytes of some ranks; ``parts`` are lengths, and what is done."""
-        head = bytes(_head(work, kind, tag, [nbytes for nbytes, _ in parts]))
+        parts = [part for part in parts if part[0]]
+        head = bytes(_head(work, kind, tag, parts))
         receivers = list(map(self.receivers.__getitem__, peers))
 
         def check(_start: int, _count: int) -> bool:
@@ -129,7 +129,7 @@ class SharedMemory:
             receivers[0].steps[0].skip_behind(1 + num_heads, LINE + nbytes)  # not by name: no cycle keeps it
             return True
 
-        Step(work, receivers, [(LINE, check), *(part for part in parts if part[0])])
+        Step(work, receivers, [(LINE, check), *parts])
 
     # ------------------------------------------------------------------ bytes move
 
@@ -283,9 +283,14 @@ def _end_all(ended: Sequence[HostWork]) -> None:
         work.end()
 
 
-def _head(work: HostWork, kind: int, tag: int, parts: Sequence[int]) -> ctypes.Array[ctypes.c_uint64]:
-    padding = sum([-nbytes % LINE for nbytes in parts])
-    return _HEAD(work.number, kind, sum(parts), tag, sum(parts) + padding)
+def _head(
+    work: HostWork, kind: int, tag: int, parts: Sequence[tuple[int, object]]
+) -> ctypes.Array[ctypes.c_uint64]:
+    total = in_ring = 0
+    for nbytes, _ in parts:
+        total += nbytes
+        in_ring += nbytes + -nbytes % LINE
+    return _HEAD(work.number, kind, total, tag, in_ring)
 
 
 # Those whose threads must end before Python does.

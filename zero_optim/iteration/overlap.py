@@ -179,7 +179,7 @@ class Overlap:
         """Wait, with the current stream, for steps on another thread or stream."""
         # Without a thread these calls do the work themselves and count its waits.
         exposed = bool(self.under_way) and self.takes_thread
-        with self.group.during("reduce", is_exposed=exposed).phase.held_up():
+        with self.group.during("reduce", is_exposed=exposed).phase:
             self.under_way.wait()
 
     def trained(self, number: int) -> frozenset[Tensor]:

@@ -9,6 +9,7 @@ from zero_optim.dtensor.held_bucket import HeldBucket, check_heads, head_of
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import Moment, Operation
+from zero_optim.health.stamps import Call
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.engine import Gathering
 from zero_optim.state.core import Core
@@ -22,6 +23,7 @@ class StepTask(Gathering, Generic[T]):
     """A call that changes parameters, such as ``step()``: Note [Failures in a step] in `shard.engine`."""
 
     result: T
+    _call: Call  # as the stamps tell it
 
     def __init__(
         self,
@@ -38,8 +40,9 @@ class StepTask(Gathering, Generic[T]):
         self._is_prepared = False
         self._work_on = work_on
         self._is_in_parts = work_on is not None and core.owned.local.can_step_parts
-        buckets = core.engine.buckets if core.inputs.held else ()
-        self._held = [bucket for bucket in buckets if isinstance(bucket, HeldBucket)]
+        self._held: list[HeldBucket] = []  # whose rows somebody else keeps
+        if core.inputs.held:
+            self._held = [bucket for bucket in core.engine.buckets if isinstance(bucket, HeldBucket)]
         self._moved: list[HeldBucket] = []  # whose rows go to owners and back
         self._head = b""
 
@@ -128,7 +131,7 @@ class StepTask(Gathering, Generic[T]):
     def _tell(self) -> None:
         """Begin the stamps of this call, which the gathers of what changed send."""
         core, engine = self._core, self._core.engine
-        call = core.call(self._name, self.failure)
+        self._call = call = core.call(self._name, self.failure)
         self._changed = self._changing(engine.agree_on_active(core.groups))
         self.header = engine.begin_call(core.groups, call)
         for bucket in engine.buckets:
@@ -162,6 +165,4 @@ class StepTask(Gathering, Generic[T]):
         """Raise what other ranks have failed with, or if options differ."""
         for bucket in self._held:
             bucket.release()
-        core, engine = self._core, self._core.engine
-        call = core.call(self._name, self.failure)
-        engine.compare_calls(core.ranks, call, with_last=True)
+        self._core.engine.compare_calls(self._core.ranks, self._call, with_last=True)

@@ -38,12 +38,12 @@ def start_gather(
     changed: Collection[Tensor] | None = None,  # parameters that change for autograd; None for all
 ) -> Pending[None]:
     """Start the gather of a bucket, owner r on lane r modulo their number. Until ``wait()`` nobody writes."""
-    flat = bucket.fill()
+    flat, own = bucket.fill(), bucket.own_row
     heads = None if header is None else header.written(lanes[0].size, lanes[0].rank, bucket.device)
     works = [] if heads is None else gather_heads(lanes, heads[0], bucket.label)
     beside = None if works else heads  # in one message or launch with the rows
     if bucket.slices is not None:
-        works += gather_slices(lanes[0], flat, bucket.slices, bucket.label, beside, bucket.own_row)
+        works += gather_slices(lanes[0], flat, bucket.slices, bucket.label, beside, own)
     else:
         rows = bucket.rows(flat)
         for number, lane in enumerate(lanes):
@@ -55,8 +55,7 @@ def start_gather(
         if header is not None and heads is not None:
             header.take(Arrival(heads[0], header.mine))
 
-    own = () if bucket.own_row is None else (bucket.own_row,)
-    return Pending(works, end, [flat, *own, *(heads or ())])
+    return Pending(works, end, [flat, *(() if own is None else (own,)), *(heads or ())])
 
 
 def start_header(lane: RankGroup, header: Header, device: torch.device) -> Pending[None]:

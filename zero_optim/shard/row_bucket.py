@@ -240,8 +240,6 @@ class RowBucket(Uncopied, Bucket):
 
     def mark_changed(self) -> None:
         """Record that the row changed, and free the parameters."""
-        if self._num_pins:  # refused by `check_unpinned`, so nothing has changed
-            return
         self._has_changed = True
         self.free()
         self._freed.note_versions()
@@ -251,9 +249,10 @@ class RowBucket(Uncopied, Bucket):
 
     def stepped(self, *, changed: bool) -> None:
         """Free the parameters if the row changed; accept the versions that a step changed."""
-        if changed:
+        if changed and not self._num_pins:  # else refused by `check_unpinned`, so nothing has changed
             self.mark_changed()
-        self._freed.note_versions()
+        else:
+            self._freed.note_versions()
 
     @torch.no_grad()
     def take_written(self) -> None:
@@ -309,7 +308,7 @@ class RowBucket(Uncopied, Bucket):
 
     def free(self) -> None:
         """Wait for the gather, then free the parameters and the flat tensor's memory."""
-        self.arrive()
+        self.gathers.wait()
         if not self.is_whole:
             return
         self._show(self._freed.tensors)
