@@ -106,7 +106,7 @@ class _Gloo(Transport):
     @property
     def lets_threads(self) -> bool:
         # What two threads start on MPS, which has no streams either, gets mixed up.
-        return self.device.type == "cpu"
+        return self.device.type == "cpu" and not is_asynchronous(self.device)
 
     def sends_slices(self, num_owners: int) -> bool:
         return False  # its all-gather takes twice the time of the broadcasts, or more
