@@ -14,9 +14,8 @@ TORCH ?=
 NEWEST := 2.15.0
 override TORCH := $(TORCH:newest=$(NEWEST))
 SEEDS ?= 1 2 3
-# Test processes at a time, one more than the cores of a small machine, as some tests wait. Each has a pool of ranks of
-# its own; the tests of a file stay together.
-WORKERS ?= 3
+# Test processes at a time. Each has a pool of ranks of its own; the tests of a file stay together.
+WORKERS ?= 2
 
 # What `make late` runs: everything that the ranks of the pool do with the optimizer, DDP, hooks and checkpoints.
 LATE := $(foreach name,parity precision clip savers lazy_gather gather_lanes overlap_* ddp_* sharded_* fully_sharded* hooks_* checkpoint* cut* rebind* stamps state* join mesh mesh_checkpoints unit_stamps,tests/test_$(name).py)
