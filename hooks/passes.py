@@ -122,8 +122,10 @@ class SteppedPass:
                     touched[number] = self.reduced.setdefault(number, {})
                 touched[number][param] = gradient
         for number, members in touched.items():
-            is_full = self.overlap.trained(number) <= members.keys() and self.unsure.isdisjoint(members)
-            (self.full.add if is_full else self.full.discard)(number)
+            if self.overlap.trained(number) <= members.keys() and self.unsure.isdisjoint(members):
+                self.full.add(number)
+            else:
+                self.full.discard(number)
         if self.full and self.overlap.is_worth_a_step(self.full):
             together: Gradients = {}
             for number in sorted(self.full):

@@ -1,6 +1,7 @@
 """What an optimizer holds on each rank: as data, and as a table. ``optimizer.explain()`` makes it."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
@@ -119,15 +120,11 @@ def _holding(core: Core) -> RankHolding:
 def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
     """Yield each bucket's line, why it is uneven or "", and how many collectives gather it in a step."""
     reasons = core.sharding.whole_because | dict.fromkeys(core.inputs.kept_whole, KEPT_WHOLE)
-    flags, devices = core.engine.active(), core.group.data_devices
-    nbytes = {
-        kind: sum(
-            bucket.nbytes for bucket, moves in zip(core.engine.buckets, flags, strict=True) if moves is kind
-        )
-        for kind in (True, False)
-    }
-    least_row = min((core.group.transport(device).row_nbytes for device in devices), default=1)
-    for bucket, moves in zip(core.engine.buckets, flags, strict=True):
+    listed, nbytes = list(zip(core.engine.buckets, core.engine.active(), strict=True)), Counter[bool]()
+    for bucket, moves in listed:
+        nbytes[moves] += bucket.nbytes
+    least_row = core.sharding.row_nbytes_on(core.group.data_devices)
+    for bucket, moves in listed:
         (param, *_), layout, active = bucket.params, bucket.layout, moves or core.owned.local.moves_frozen
         kind = f"{len(bucket.params)} {str(param.dtype).removeprefix('torch.')}"
         why = "; ".join(dict.fromkeys(reasons[each] for each in bucket.params if each in reasons))

@@ -234,7 +234,7 @@ class GradBucket:
 
     __slots__ = ("_bucket", "_buffer", "all_used", "is_divided")
 
-    def __init__(self, bucket: ReducerBucket, all_used: bool = False, is_divided: bool = False) -> None:
+    def __init__(self, bucket: ReducerBucket, *, all_used: bool = False, is_divided: bool = False) -> None:
         self._bucket = bucket
         self._buffer = bucket.flat
         self.all_used = all_used  # for our own hooks: some rank has used each parameter

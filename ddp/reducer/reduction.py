@@ -85,7 +85,7 @@ class HookSlot:
 
     def launching(self, group: RankGroup, *, all_used: bool) -> Launch:
         """Return the launch function: the comm hook, or a sum. It holds a weak reference."""
-        reference = weakref.ref(self)
+        reference, is_divided = weakref.ref(self), self.divisor() is not None
 
         def launch(bucket: ReducerBucket) -> Pending[Tensor]:
             slot = reference()
@@ -93,8 +93,8 @@ class HookSlot:
             if slot.hook is None:
                 return group.start_sum(bucket.flat, bucket.label)
             with slot.minding():
-                is_divided = slot.divisor() is not None
-                return slot._start(bucket, group, GradBucket(bucket, all_used, is_divided))
+                argument = GradBucket(bucket, all_used=all_used, is_divided=is_divided)
+                return slot._start(bucket, group, argument)
 
         return launch
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from zero_optim.comm.agreement import agreeing, combine_answers, failing_together
@@ -97,8 +98,7 @@ class Sharding:
             every = params_of(new)
             numbers = [store.params.get(param) for param in every]
             used = [store.compute_dtypes.get(param, param.dtype) for param in every]
-            transports = map(self.group.transport, devices_of(every))
-            row_nbytes = min((transport.row_nbytes for transport in transports), default=1)
+            row_nbytes = self.row_nbytes_on(devices_of(every))
 
             def planned(may_cut: Sequence[bool] | None) -> Plan:
                 known = self.loads, self.cap_nbytes, may_cut, numbers, used
@@ -124,6 +124,10 @@ class Sharding:
         if why_whole is None:
             return plan
         return self._cut_where_all_agree(plan, planned, reasons, why_whole)
+
+    def row_nbytes_on(self, devices: Iterable[torch.device]) -> int:
+        """Return the bytes of a row that is worth a message on each of some devices; 1 for none."""
+        return min((self.group.transport(device).row_nbytes for device in devices), default=1)
 
     def _cut_where_all_agree(
         self,
