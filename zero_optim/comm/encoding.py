@@ -330,6 +330,18 @@ def map_tensors(value: Nested, change: Callable[[Tensor], Tensor]) -> Nested:
     return value
 
 
+def tensors_of(value: Nested) -> list[Tensor]:
+    """List the tensors of a nested value, as `map_tensors` visits them."""
+    tensors: list[Tensor] = []
+
+    def take(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    map_tensors(value, take)
+    return tensors
+
+
 def inner_tensors(value: Nested) -> list[Tensor]:
     """Return the tensors that have memory in a nested value, also inside other tensors."""
     if isinstance(value, Tensor):

@@ -1,6 +1,6 @@
 """Build an optimizer's parts and add groups: plan, agree, build; all ranks call."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,9 @@ from zero_optim.comm.agreement import answering_together, failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.dtensor.held_bucket import make_held_buckets
 from zero_optim.dtensor.placement import held_among, row_pieces
-from zero_optim.plan.groups import params_of, short_names
+from zero_optim.plan.groups import ParamGroup, params_of, short_names
 from zero_optim.plan.pieces import Piece
+from zero_optim.plan.plan import Plan
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.registration import registration_in, registration_of
@@ -24,7 +25,7 @@ from zero_optim.step.averages import WeightAverage
 from zero_optim.step.leaves import Leaves
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.owned import OwnedState
-from zero_optim.step.spec import OptimizerSpec
+from zero_optim.step.spec import GroupSpec, OptimizerSpec
 
 Callback = Callable[[Any], None]
 
@@ -60,8 +61,7 @@ def build(
             about.append(f"gather_lazily={'None' if read_by is None else 'a model'}")
             own.check_dtypes(groups, leaves.stepped_dtype)
             check_reader(read_by, every)
-        why_whole = partial(own.why_whole, (), groups, leaves.cut_rows)
-        plan = sharding.plan(groups, own.costs, 0, about, why_whole if any(own.may_cut) else None)
+        plan = planned(sharding, own, groups, leaves, about)
     registration.agree(groups, about, plan)
     inputs.note(groups, own, plan.costs)
     pieces = sharding.owned(every, plan)
@@ -107,6 +107,20 @@ def new_leaves(inputs: PlanInputs) -> tuple[Leaves, WeightAverage]:
     return leaves, WeightAverage(inputs.options.ema_decay, leaves)
 
 
+def planned(
+    sharding: Sharding,
+    own: GroupOptions,  # of the new groups, which are the last ones
+    groups: Sequence[ParamGroup],
+    leaves: Leaves,
+    about: Sequence[str],
+    earlier: Sequence[GroupSpec] = (),  # of the other groups
+) -> Plan:
+    """Return the plan of new groups, on which all ranks agree; all call."""
+    before = len(groups) - len(own.specs)
+    why_whole = partial(own.why_whole, earlier, groups[before:], leaves.cut_rows)
+    return sharding.plan(groups, own.costs, before, about, why_whole if any(own.may_cut) else None)
+
+
 def new_owned(
     group: RankGroup,
     leaves: Leaves,
@@ -139,9 +153,8 @@ def add_group(core: Core, group: dict[str, Any]) -> None:
             core.group.check_serves([param for param in group["params"] if param not in held])
             own = GroupOptions.taken_from(new, owned.local.default, inputs.options)
             own.check_dtypes(new, owned.leaves.stepped_dtype)
-            why_whole = partial(own.why_whole, owned.local.specs(), new, owned.leaves.cut_rows)
-        about, why = own.describe(), why_whole if any(own.may_cut) else None
-        plan = sharding.plan(core.groups, own.costs, before, about, why)
+            earlier = owned.local.specs()
+        plan = planned(sharding, own, core.groups, owned.leaves, own.describe(), earlier)
         with failing_together(core.group):
             buckets = make_held_buckets(core.groups, plan, held, owned.leaves.held, sharding)
         for bucket in buckets:

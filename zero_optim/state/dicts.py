@@ -7,8 +7,9 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import agree, agreeing, combine_answers, failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.encoding import map_tensors
+from zero_optim.comm.encoding import map_tensors, tensors_of
 from zero_optim.comm.wire import copied, copied_to_cpu
+from zero_optim.dtensor.placement import is_dtensor
 from zero_optim.errors import StateMismatchError
 from zero_optim.plan.description import describe
 from zero_optim.plan.groups import param_names
@@ -83,7 +84,7 @@ def load(
             check_fits(core, state_dict)
             keys, state = _saved_keys(state_dict), state_dict["state"]
             given = {index: state[key] for index, key in enumerate(keys) if key in state}
-            has_dtensors = held.holds_dtensors(given)
+            has_dtensors = any(map(is_dtensor, tensors_of(given)))
             if has_dtensors and (src is not None or not core.inputs.held):
                 raise StateMismatchError(
                     "the state dict has DTensors, and "

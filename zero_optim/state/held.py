@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.comm.encoding import map_tensors
+from zero_optim.comm.encoding import map_tensors, tensors_of
 from zero_optim.comm.wire import copied
 from zero_optim.dtensor.moves import Form, RowMoves
 from zero_optim.dtensor.placement import as_dtensor, is_dtensor, local_rows, placed_alike, shape_here
@@ -107,27 +107,10 @@ def whole_state(core: Core) -> dict[Any, Any]:
     return {**state, **merged}
 
 
-def holds_dtensors(state: Mapping[Any, Any]) -> bool:
-    """Whether there are DTensors in a state."""
-    found: list[bool] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        found.append(is_dtensor(tensor))
-        return tensor
-
-    map_tensors(dict(state), look)
-    return any(found)
-
-
 def own_part(core: Core, state: Mapping[int, Any]) -> dict[Tensor, Any]:
     """Return this rank's part of a whole state with DTensors, by parameter; all ranks call. Communicates."""
     group, params, cuts = core.group.during("state"), core.params, core.cut_states()
-    described, own = list[str](), dict[Tensor, Any]()
-
-    def describe(index: int, tensor: Tensor) -> Tensor:
-        placed = f", {tensor.placements}" if is_dtensor(tensor) else ""
-        described.append(f"{index}: {tensor.dtype} {tuple(tensor.shape)}{placed}")
-        return tensor
+    own = dict[Tensor, Any]()
 
     def take(index: int, tensor: Tensor) -> Tensor:
         param = params[index]
@@ -139,8 +122,11 @@ def own_part(core: Core, state: Mapping[int, Any]) -> dict[Tensor, Any]:
         _, (whole,) = moves.start_to_owners(b"", [local_rows(tensor)]).wait()
         return whole.get(0, tensor)
 
-    for index in sorted(state):
-        map_tensors(state[index], partial(describe, index))
+    described = [
+        f"{index}: {t.dtype} {tuple(t.shape)}{f', {t.placements}' if is_dtensor(t) else ''}"
+        for index in sorted(state)
+        for t in tensors_of(state[index])
+    ]
     agree(group, described, "the tensors of the state dict")
     for index in sorted(state):
         param, entries = params[index], dict(state[index])

@@ -10,9 +10,8 @@ Note [Rebinding is building anew]
     others hold state of one age, and every row once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,19 +23,17 @@ from zero_optim.comm.agreement import agree, check_flags, failing_together, take
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import ranks_by_value, ranks_text
 from zero_optim.errors import LostStateError, RankMismatchError
-from zero_optim.plan.groups import ParamGroup, names_text, options_of, param_names, short_names
+from zero_optim.plan.groups import names_text, options_of, param_names, short_names
 from zero_optim.plan.pieces import Piece, Pieces, num_rows
-from zero_optim.plan.plan import Plan, describe_params
+from zero_optim.plan.plan import describe_params
 from zero_optim.shard.bucket import Bucket
-from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.store import Store
-from zero_optim.state.building import new_leaves, new_owned, new_sharding
+from zero_optim.state.building import new_leaves, new_owned, new_sharding, planned
 from zero_optim.state.core import Core
-from zero_optim.state.moving import move, sent_by
+from zero_optim.state.moving import RowMap, move, sent_by
 from zero_optim.state.options import GroupOptions, PlanInputs
 from zero_optim.state.snapshot import Snapshot
 from zero_optim.step.local import LocalOptimizer
-from zero_optim.step.owned import OwnedState
 
 _GO_BACK = (
     "Go back to a checkpoint, on all ranks: rebind(keep_state=False), then zero_optim.checkpoint.load()"
@@ -166,8 +163,8 @@ def _go_over(core: Core, group: RankGroup, inputs: PlanInputs, *, keep_state: bo
             leaves.follow_values(leaves.masters)
             own = core.indexed_state()
             everywhere = {key: own.pop(key) for key in list(own) if not isinstance(key, int)}
-        about = [*inputs.options.describe(), *local.describe_specs()]
-        about.append(f"cuts of groups {inputs.may_cut(core.groups)}")
+        may_cut = inputs.may_cut(core.groups)
+        about = [*inputs.options.describe(), *local.describe_specs(), f"cuts of groups {may_cut}"]
         items = [f"keep_state={keep_state}", *describe_params(core.groups), *about]
     agree(group, items, "the optimizers to be bound to one group")
     holders, groups = _find_sources(core, group, everywhere) if keep_state else None, core.groups
@@ -178,26 +175,27 @@ def _go_over(core: Core, group: RankGroup, inputs: PlanInputs, *, keep_state: bo
         shared = sent_by(group, holders.first, shared, "the options")
         groups = groups if is_first else core.with_options(shared["options"])
         everywhere = shared["everywhere"]
-    sharding, plan = _planned(core, group, inputs, groups, about)
+    costs = [inputs.costs.__getitem__] * len(groups)
+    again = GroupOptions(costs, may_cut, local.specs(), local.default, inputs.options)
+    sharding, (new, average) = new_sharding(inputs, group), new_leaves(inputs)
+    plan = planned(sharding, again, local.compared(groups), leaves, about)
     state, values = dict[int, Any](), dict[int, Any]()
     if holders is not None:
-        rows = core.row_map(holders.pieces, plan.pieces)
-        state = move(group, rows, own)
-        shaped = dict.fromkeys(rows.shaped, frozenset({_VALUES}))
-        here = {
-            index: {_VALUES: leaves.rows(param).detach()}
-            for index, param in enumerate(params)
-            if core.sharding.piece_here(param) is not None
-        }
-        values = move(group, replace(rows, shaped=shaped), here)
-    owned = _built(core, group, inputs, sharding, plan, groups)
+        state, values = _moved(core, group, core.row_map(holders.pieces, plan.pieces), own)
+
+    def local_over(leaf_of: dict[Tensor, Tensor]) -> LocalOptimizer:
+        built, pieces = local.again(groups, leaf_of), dict(zip(params, plan.pieces, strict=True))
+        built.check_cuts(groups, new.cut_rows, pieces)  # options may have changed, and what is cut
+        return built
+
+    owned = new_owned(group, new, average, sharding.owned(params, plan), local_over)
     if holders is not None:
         of_params = {params[index]: entries for index, entries in state.items()}
         owned.load({**of_params, **everywhere}, groups, exact=True)
     # Everything is checked now. Only a rank that dies can stop it from here on.
     snapshot = Snapshot() if holders is None else core.snapshot.at(holders.age, holders.steps)
-    new = replace(core, ranks=group, inputs=inputs, sharding=sharding, owned=owned, groups=groups)
-    core.become(replace(new, snapshot=snapshot))
+    there = replace(core, ranks=group, inputs=inputs, sharding=sharding, owned=owned, groups=groups)
+    core.become(replace(there, snapshot=snapshot))
     with torch.no_grad():
         for index, entries in values.items():
             owned.leaves.rows(params[index]).copy_(entries[_VALUES])
@@ -205,33 +203,14 @@ def _go_over(core: Core, group: RankGroup, inputs: PlanInputs, *, keep_state: bo
     core.engine.add(sharding.add(params, plan, short_names(groups)))
 
 
-def _planned(
-    core: Core, group: RankGroup, inputs: PlanInputs, groups: Sequence[ParamGroup], about: Sequence[str]
-) -> tuple[Sharding, Plan]:
-    """Plan for the new owners, as the constructor does; all ranks call."""
-    owned = core.owned
-    sharding = new_sharding(inputs, group)
-    may_cut, local, costs = inputs.may_cut(core.groups), owned.local, inputs.costs.__getitem__
-    options = GroupOptions([costs for _ in groups], may_cut, local.specs(), local.default, inputs.options)
-    why_whole = partial(options.why_whole, (), groups, owned.leaves.cut_rows)
-    compared = owned.local.compared(groups)
-    return sharding, sharding.plan(compared, options.costs, 0, about, why_whole if any(may_cut) else None)
-
-
-def _built(
-    core: Core,
-    group: RankGroup,
-    inputs: PlanInputs,
-    sharding: Sharding,
-    plan: Plan,
-    groups: list[ParamGroup],
-) -> OwnedState:
-    params, (leaves, average) = core.params, new_leaves(inputs)
-
-    def local_over(leaf_of: dict[Tensor, Tensor]) -> LocalOptimizer:
-        local, pieces = core.owned.local.again(groups, leaf_of), dict(zip(params, plan.pieces, strict=True))
-        local.check_cuts(groups, leaves.cut_rows, pieces)  # options may have changed, and what is cut
-        return local
-
-    pieces = sharding.owned(params, plan)
-    return new_owned(group, leaves, average, pieces, local_over)
+def _moved(
+    core: Core, group: RankGroup, rows: RowMap, own: dict[Any, Any]
+) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Bring the state and the values of rows to their new owners; all ranks call."""
+    values = {
+        index: {_VALUES: core.owned.leaves.rows(param).detach()}
+        for index, param in enumerate(core.params)
+        if core.sharding.piece_here(param) is not None
+    }
+    shaped = dict.fromkeys(rows.shaped, frozenset({_VALUES}))
+    return move(group, rows, own), move(group, replace(rows, shaped=shaped), values)
