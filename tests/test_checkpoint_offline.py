@@ -1,6 +1,7 @@
 """Tools on checkpoints, in one process: consolidated, resharded, imported, inspected, with bounded memory."""
 
 import json
+import resource
 import subprocess
 import sys
 import warnings
@@ -166,6 +167,20 @@ def test_parts_of_a_larger_tensor_come_in_as_tensors_of_their_own(tmp_path: Path
     for name, tensor in parts.items():
         assert torch.equal(back[name], tensor)
         assert back[name].untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_more_tensors_are_consolidated_than_a_process_may_have_open_files(tmp_path: Path) -> None:
+    weights = {f"block.{number}": torch.full((40, 40), float(number)) for number in range(300)}
+    torch.save(weights, tmp_path / "theirs.pt")
+    offline.reshard(tmp_path / "theirs.pt", tmp_path / "ours", 1)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+    try:
+        offline.consolidate(tmp_path / "ours", tmp_path / "back.pt", weights=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    back = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert_same_bits(list(back.values()), list(weights.values()))
 
 
 def test_what_is_no_checkpoint_gets_one_line_and_status_2(

@@ -10,7 +10,6 @@ from operator import add, sub
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,9 +19,7 @@ from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, blamed_on
 from zero_optim.comm.encoding import dtype_name
 from zero_optim.comm.wire import memory_of
 from zero_optim.errors import CheckpointError
-from zero_optim.plan.pieces import num_rows
 from zero_optim.plan.plan import ALIGNMENT_NBYTES
-from zero_optim.plan.strides import contiguous_strides
 
 # A large tensor has a checksum for each block of rows of about this size. A load that wants some of its rows
 # reads at most one block too many at both ends.
@@ -121,26 +118,16 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(run)
 
 
-def lazy(
-    dtype: torch.dtype | None,
-    shape: Sequence[int],
-    read: Callable[[], Tensor],
-    mapped: Callable[[], Tensor | None] = lambda: None,
-) -> Tensor:
-    """Stand for a tensor that `loaded` reads, or that is ``mapped`` from a file if it can be."""
+def lazy(dtype: torch.dtype | None, shape: Sequence[int], read: Callable[[], Tensor]) -> Tensor:
+    """Stand for a tensor that `loaded` reads."""
     tensor: Any = torch.empty(tuple(shape), dtype=dtype, device="meta")
-    tensor.read, tensor.mapped = read, mapped
+    tensor.read = read
     return tensor  # type: ignore[no-any-return]
 
 
 def loaded(tensor: Any) -> Tensor:  # noqa: ANN401 - it has attributes of ours
     """Read a tensor that is `lazy`; others stay as they are."""
     return tensor.read() if hasattr(tensor, "read") else tensor  # type: ignore[no-any-return]
-
-
-def mapped(tensor: Any) -> Tensor | None:  # noqa: ANN401 - it has attributes of ours
-    """Map a tensor that is `lazy`, None if it has to be `loaded`; others stay as they are."""
-    return tensor.mapped() if hasattr(tensor, "mapped") else tensor  # type: ignore[no-any-return]
 
 
 def data_name(token: str, rank: int) -> str:
@@ -186,15 +173,6 @@ def entries_of(written: Iterable[tuple[Box, Chunk]]) -> dict[str, Entry]:
         key: Entry(box.dtype, () if box.dtype is None else box.shape, tuple(parts))
         for key, (box, parts) in chunks.items()
     }
-
-
-def map_file(
-    path: Path, start: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]
-) -> Tensor:
-    """Map a dense tensor whose memory begins at a byte of a file. Changes do not reach the file."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    memory = torch.from_numpy(np.memmap(path, np.uint8, "c", start, nbytes))
-    return memory.view(dtype).as_strided(tuple(shape), tuple(strides))
 
 
 def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
@@ -261,20 +239,6 @@ class CheckpointReader:
                 place = _slices(list(map(sub, starts, box.offsets)), sizes)
                 self.read_box(key, chunk, tensor[place], list(map(sub, starts, chunk.offsets)))
         return tensor
-
-    def map_tensor(self, key: str) -> Tensor | None:
-        """Return a contiguous tensor that is mapped from its file; None if it is in several parts."""
-        entry = self._entry(key)
-        row_nbytes = entry.nbytes // max(1, num_rows(entry.shape))
-        runs = {(chunk.file, chunk.start - sum(chunk.offsets[:1]) * row_nbytes) for chunk in entry.chunks}
-        are_rows = all(chunk.sizes[1:] == entry.shape[1:] for chunk in entry.chunks)
-        if not entry.nbytes or len(runs) > 1 or not are_rows:
-            return None
-        for chunk in entry.chunks:
-            self.read(key, chunk)
-        ((name, start),) = runs
-        assert entry.dtype is not None  # `_entry` has refused bytes
-        return map_file(self.folder / name, start, entry.dtype, entry.shape, contiguous_strides(entry.shape))
 
 
 def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:

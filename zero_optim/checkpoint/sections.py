@@ -20,7 +20,7 @@ from zero_optim.checkpoint.content import (
     RankContent,
     model_parts,
 )
-from zero_optim.checkpoint.data import CheckpointReader, lazy, loaded, map_file, mapped, with_strides
+from zero_optim.checkpoint.data import CheckpointReader, lazy, loaded, with_strides
 from zero_optim.checkpoint.files import open_part, write_all
 from zero_optim.checkpoint.objects import positional
 from zero_optim.checkpoint.values import Json, key_of, unpack, without_arrays
@@ -35,13 +35,14 @@ _ALIASES = {
     "model_state_dict": MODEL, "lr_scheduler": "scheduler",
 }  # fmt: skip
 EXACT = "zero_optim"  # in a folder of DCP: a tuple with the sections that no other library reads, as they are
+_LEAST_MAPPED_NBYTES = 4096  # smaller tensors stay in memory
 _KNOWN = (MODEL, OPTIMIZER, "scheduler", "scaler", RANDOM)
 
 
 def of_reader(reader: CheckpointReader) -> RankContent:
     """Take a checkpoint of `save` that is open."""
     tensors = {
-        key: lazy(entry.dtype, entry.shape, partial(reader.read_tensor, key), partial(reader.map_tensor, key))
+        key: lazy(entry.dtype, entry.shape, partial(reader.read_tensor, key))
         for key, entry in reader.manifest.entries.items()
     }
     return RankContent(dict(reader.manifest.values), tensors)
@@ -203,16 +204,13 @@ def state_dict_of(
 
 
 def mapping(source: RankContent, out: Path) -> Callable[[str, Sequence[int]], Tensor]:
-    """Return a function that maps tensors from files; if need be from a temporary one next to ``out``."""
+    """Return a function that reads tensors, and maps large ones from temporary files next to ``out``."""
 
     def get(key: str, strides: Sequence[int]) -> Tensor:
-        saved = source.tensors[key]
-        tensor = mapped(saved)
-        is_all = tensor is not None and tensor.untyped_storage().nbytes() == tensor.nbytes
-        if tensor is not None and is_all and (tensor.stride() == tuple(strides) or not tensor.numel()):
-            return tensor
-        tensor = with_strides(loaded(saved) if tensor is None else tensor, strides)
-        if not tensor.numel():
+        tensor = with_strides(loaded(source.tensors[key]), strides)
+        if tensor is source.tensors[key] and tensor.untyped_storage().nbytes() == tensor.nbytes:
+            return tensor  # `torch.load` has mapped it
+        if tensor.nbytes < _LEAST_MAPPED_NBYTES:
             return tensor.clone()
         try:
             return _through_file(tensor, out)
@@ -228,7 +226,9 @@ def _through_file(tensor: Tensor, out: Path) -> Tensor:
         with file:
             run: Any = memory_of(tensor).numpy()
             write_all(file, memoryview(run))
-        return map_file(path, 0, tensor.dtype, tensor.shape, tensor.stride())
+        # It keeps no file open, of which a process may have few.
+        memory = torch.from_file(str(path), size=tensor.nbytes, dtype=torch.uint8, device="cpu")
+        return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
     finally:
         path.unlink(missing_ok=True)
 
