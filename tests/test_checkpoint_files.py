@@ -180,7 +180,7 @@ def test_the_tools_take_a_checkpoint_of_the_repository(
     weights = safetensors.torch.load_file(tmp_path / "weights.safetensors")
     assert weights["0.weight"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert weights["1.bias"].tolist() == [30, 31]
-    assert cli.main(["reshard", old, str(tmp_path / "one"), "--world-size", "1"]) == 0
+    assert cli.main(["convert", old, str(tmp_path / "one"), "--to", "zero-optim"]) == 0
     assert "bytes in 2 files\n" in capsys.readouterr().out
     pool.run(2, check, tmp_path / "one")
 

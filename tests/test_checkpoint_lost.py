@@ -149,8 +149,8 @@ def test_an_output_inside_the_checkpoint_no_regular_file_or_without_a_name_is_re
         ("consolidate", ("--weights",), "inside the source", inside),
         ("consolidate", ("--weights",), "no regular file", (fifo, tmp_path / "null", tmp_path)),
         ("consolidate", ("--weights",), "", ("",)),
-        ("reshard", ("--world-size", "2"), "source", (saved, saved / "inside", tmp_path / "door")),
-        ("reshard", ("--world-size", "2"), "", ("",)),
+        ("convert", ("--to", "zero-optim"), "source", (saved, saved / "inside", tmp_path / "door")),
+        ("convert", ("--to", "zero-optim"), "", ("",)),
     ):
         for out in outs:
             assert cli.main([tool, str(saved), str(out), *more]) == 2
@@ -177,7 +177,7 @@ def test_what_users_keep_beside_an_output_stays_and_links_there_are_not_followed
     assert not out.is_symlink()
     assert mine.read_text() == "mine"
     assert names(tmp_path) == sorted(["one", written.name, "out.pt", "out.pt.part", "target"])
-    assert cli.main(["reshard", str(saved), str(tmp_path / "two"), "--world-size", "1"]) == 0
+    assert cli.main(["convert", str(saved), str(tmp_path / "two"), "--to", "zero-optim"]) == 0
     assert target.read_text() == "untouched"
 
 

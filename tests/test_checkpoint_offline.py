@@ -1,4 +1,4 @@
-"""Tools on checkpoints, in one process: consolidated, resharded, imported, inspected, with bounded memory."""
+"""Tools on checkpoints, in one process: consolidated, converted, inspected, with bounded memory."""
 
 import json
 import resource
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pool import Pool, Ranks, on_ranks
-from test_checkpoint import Resharded, Run, flip, resume, save_and_go_on
+from pool import Ranks, on_ranks
+from test_checkpoint import Run, flip
 from training import assert_same_bits, assert_same_state, make_params, set_grads, twin
 from zero_optim import ZeroRedundancyOptimizer, checkpoint, cli
 from zero_optim.checkpoint import offline
@@ -76,34 +76,6 @@ def test_a_checkpoint_is_inspected_and_becomes_a_file_of_torch_optim_and_of_weig
     assert "never completed" in json.loads(capsys.readouterr().out)["reason"]
 
 
-def files_read(path: Path) -> list[str]:
-    """Load, and give the data files that this rank opened."""
-    opened: list[str] = []
-    sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
-    run = Run()
-    run.load(path)
-    return sorted({Path(name).name for name in opened if "data-" in name})
-
-
-def test_a_resharded_checkpoint_has_a_file_for_each_rank_which_reads_no_other_and_goes_on_bit_for_bit(
-    pool: Pool, tmp_path: Path
-) -> None:
-    case = Resharded(2, 1, cut=(True, False))
-    expected = pool.run(2, save_and_go_on, tmp_path / "two", case)[0]
-    for world_size in (1, 3):
-        out = tmp_path / str(world_size)
-        assert cli.main(["reshard", str(tmp_path / "two"), str(out), "--world-size", str(world_size)]) == 0
-        assert len(list(out.glob("data-*"))) == world_size
-        assert all(len(entry.chunks) == 1 for entry in checkpoint.Reader(out).manifest.entries.values())
-        for got in pool.run(world_size, resume, out, case):
-            assert_same_bits(got, expected)
-    for rank, names in enumerate(pool.run(3, files_read, out)):
-        own = [name for name in names if name.endswith(f"-{rank}.safetensors")]
-        assert len(own) == 1
-        everyone = f"{own[0].rpartition('-')[0]}-0.safetensors"  # what all ranks read: rank 0's
-        assert set(names) - set(own) <= {everyone}
-
-
 @on_ranks(2)
 def test_files_of_pytorchs_zero_optimizer_come_in_and_go_back(tmp_path: Path) -> None:
     with warnings.catch_warnings():  # importing it scripts functions, which PyTorch itself deprecates
@@ -117,7 +89,7 @@ def test_files_of_pytorchs_zero_optimizer_come_in_and_go_back(tmp_path: Path) ->
     theirs.consolidate_state_dict(to=0)
     if dist.get_rank() == 0:
         torch.save(theirs.state_dict(), tmp_path / "theirs.pt")
-        offline.reshard(tmp_path / "theirs.pt", tmp_path / "ours", 2)
+        offline.convert(tmp_path / "theirs.pt", tmp_path / "ours", "zero-optim")
         offline.consolidate(tmp_path / "ours", tmp_path / "back.pt")
         assert_same_state(torch.load(tmp_path / "back.pt", weights_only=True), theirs.state_dict())
     dist.barrier()
@@ -161,7 +133,7 @@ def test_parts_of_a_larger_tensor_come_in_as_tensors_of_their_own(tmp_path: Path
     large = torch.arange(100.0)
     parts = {"run": large[10:20], "columns": large.view(10, 10)[:, 2:4], "every": large[::2]}
     torch.save(parts, tmp_path / "parts.pt")
-    offline.reshard(tmp_path / "parts.pt", tmp_path / "ours", 2)
+    offline.convert(tmp_path / "parts.pt", tmp_path / "ours", "zero-optim")
     offline.consolidate(tmp_path / "ours", tmp_path / "back.pt", weights=True)
     back = torch.load(tmp_path / "back.pt", weights_only=True)
     for name, tensor in parts.items():
@@ -172,7 +144,7 @@ def test_parts_of_a_larger_tensor_come_in_as_tensors_of_their_own(tmp_path: Path
 def test_more_tensors_are_consolidated_than_a_process_may_have_open_files(tmp_path: Path) -> None:
     weights = {f"block.{number}": torch.full((40, 40), float(number)) for number in range(300)}
     torch.save(weights, tmp_path / "theirs.pt")
-    offline.reshard(tmp_path / "theirs.pt", tmp_path / "ours", 1)
+    offline.convert(tmp_path / "theirs.pt", tmp_path / "ours", "zero-optim")
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
     try:
@@ -195,10 +167,6 @@ def test_what_is_no_checkpoint_gets_one_line_and_status_2(
         (["consolidate", str(tmp_path / "empty"), out], "it has no manifest, so it was never completed"),
         (["convert", str(tmp_path / "text.pt"), out, "--to", "zero-optim"], "is no file of torch.save"),
         (["convert", str(tmp_path / "other.pt"), out, "--to", "zero-optim"], "neither an optimizer's state"),
-        (
-            ["reshard", str(tmp_path / "other.pt"), out, "--world-size", "2"],
-            "convert SRC OUT --to zero-optim",
-        ),
         (["inspect", str(tmp_path / "nowhere")], "there is no such folder"),
     ):
         assert cli.main(arguments) == 2
@@ -224,7 +192,7 @@ def test_an_error_names_the_source_that_was_read_or_the_target_that_was_written(
     torch.save(nn.Linear(2, 2).state_dict(), source)
     fails = mock.patch.object(*place, side_effect=ArithmeticError("on purpose"))
     with fails, pytest.raises(CheckpointError, match=expected.format(source=source, out=out)):
-        offline.reshard(source, out, 2)
+        offline.convert(source, out, "zero-optim")
     assert not checkpoint.latest(out)
 
 
@@ -237,10 +205,10 @@ from zero_optim.checkpoint import offline
 
 def tour(source, out):
     return [
-        growth(offline.reshard, Path(source), Path(out + "-r"), 3),
+        growth(offline.convert, Path(source), Path(out + "-r"), "zero-optim"),
         growth(offline.consolidate, Path(out + "-r"), Path(out + ".pt")),
         growth(offline.consolidate, Path(out + "-r"), Path(out + ".safetensors")),
-        growth(offline.reshard, Path(out + ".pt"), Path(out + "-i"), 2),
+        growth(offline.convert, Path(out + ".pt"), Path(out + "-i"), "zero-optim"),
         growth(offline.inspect, Path(out + "-i")),
     ]
 

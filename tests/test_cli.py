@@ -14,7 +14,7 @@ from zero_optim.checkpoint import offline
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("reshard there out", "the following arguments are required: --world-size (see zero-optim reshard"),
+        ("convert there out", "the following arguments are required: --to (see zero-optim convert"),
         ("inspect there --frobnicate", "unrecognized arguments: --frobnicate"),
         ("convert there out --to tensors", "expected a format of "),
     ],
@@ -64,7 +64,6 @@ def test_without_a_command_the_help_is_shown_also_by_python_m(capsys: pytest.Cap
         ("consolidate {} out", "out"),
         ("convert {} out --to torch", "out"),
         ("convert {} out --to zero-optim", "out/manifest.json"),
-        ("reshard {} out --world-size 2", "out/manifest.json"),
     ],
 )
 def test_nothing_is_overwritten_without_force(

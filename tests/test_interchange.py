@@ -89,7 +89,7 @@ def test_what_fsdp2_saved_comes_in_and_training_goes_on(tmp_path: Path, flat: bo
     weights, state = get_state_dict(model, optimizer, options=FLAT if flat else None)
     saved = {"model": weights, "optim": state, "step": 2, "lr_scheduler": {"last_epoch": 2}}
     dcp.save({"app": saved} if flat else saved, checkpoint_id=tmp_path / "theirs")
-    once(lambda: offline.reshard(tmp_path / "theirs", tmp_path / "ours", 2))
+    once(lambda: offline.convert(tmp_path / "theirs", tmp_path / "ours", "zero-optim"))
     other, own = ours()
     scheduler = torch.optim.lr_scheduler.ConstantLR(own)
     extra = checkpoint.load(tmp_path / "ours", model=other, optimizer=own, scheduler=scheduler)
@@ -116,7 +116,7 @@ def test_fsdp2_loads_what_is_converted_and_goes_on_and_what_it_saves_is_the_same
     assert saved["extra"]["step"] == 2
     set_state_dict(other, plain, model_state_dict=weights, optim_state_dict=state)
     dcp.save(saved, checkpoint_id=tmp_path / "back")
-    once(lambda: offline.reshard(tmp_path / "back", tmp_path / "again", 2))
+    once(lambda: offline.convert(tmp_path / "back", tmp_path / "again", "zero-optim"))
     back, own = ours(not cut)
     assert checkpoint.load(tmp_path / "again", model=back, optimizer=own) == {"step": 2}
     expected = train(model, optimizer, range(2, 4))
@@ -134,10 +134,10 @@ def test_a_file_of_torch_optim_by_index_and_by_name_goes_out_and_comes_back(tmp_
     def there_and_back() -> None:
         for form in ("torch", "torch-names"):
             offline.convert(tmp_path / "ours", tmp_path / f"{form}.pt", form)
-            offline.reshard(tmp_path / f"{form}.pt", tmp_path / form, 2)
+            offline.convert(tmp_path / f"{form}.pt", tmp_path / form, "zero-optim")
         offline.convert(tmp_path / "torch.pt", tmp_path / "dcp", "dcp")
         offline.convert(tmp_path / "dcp", tmp_path / "last.pt", "torch-names")
-        offline.reshard(tmp_path / "last.pt", tmp_path / "last", 1)
+        offline.convert(tmp_path / "last.pt", tmp_path / "last", "zero-optim")
         first, last = (torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in ("torch-names", "last"))
         first["optimizer"]["state"] = map_tensors(
             first["optimizer"]["state"], Tensor.contiguous

@@ -95,18 +95,8 @@ def _add_tools(add: Callable[..., Any]) -> None:
     foreign = "a checkpoint of zero_optim, torch.distributed.checkpoint or DeepSpeed, or a torch.save file"
     add_files(arg, "the new file or folder", "SRC", foreign)
     arg("--to", required=True, metavar="FORMAT", help="torch, torch-names, dcp or zero-optim")
-    arg("--world-size", default=1, help="ranks that zero-optim writes for (1)", type=int, metavar="N")
     names = "a line with a name for each of the optimizer's parameters, if SRC has none"
     arg("--names", type=Path, metavar="FILE", help=names)
-    arg = add(
-        "reshard",
-        "write a checkpoint for another number of ranks, which then read less",
-        "It is as N ranks without cuts would have written it: each rank then finds the parameters that it "
-        "owns whole in one file; rows of a cut parameter may lie in another rank's. "
-        "This is never necessary, since a checkpoint loads on any number of ranks.",
-    )
-    add_files(arg, "folder of the new checkpoint")
-    arg("--world-size", required=True, help="number of ranks", type=int, metavar="N")
 
 
 def _add_estimate(add: Callable[..., Any]) -> None:
@@ -142,14 +132,8 @@ def _run(name: str, options: dict[str, Any]) -> int:
     source, out, force = options["source"], options["out"], options["force"]
     if name == "consolidate":
         offline.consolidate(source, out, weights=options["weights"], force=force)
-    elif name == "convert":
-        ranks = options["world_size"]
-        offline.convert(source, out, options["to"], _names_in(options), world_size=ranks, force=force)
-    elif source.exists() and not (source / "manifest.json").exists():
-        to = "zero-optim convert SRC OUT --to zero-optim"
-        raise ValueError(f"{source} is no complete checkpoint of zero_optim; others: {to}")
     else:
-        offline.reshard(source, out, options["world_size"], force=force)
+        offline.convert(source, out, options["to"], _names_in(options), force=force)
     files = [path for path in (out.iterdir() if out.is_dir() else [out]) if path.is_file()]
     count = f" in {len(files)} files" if out.is_dir() else ""
     print(f"wrote {out}: {sum(path.stat().st_size for path in files):,} bytes{count}")

@@ -104,18 +104,10 @@ def comes_in(path: Path, stage: int, dtype: torch.dtype, one: bool) -> None:
     engine.save_checkpoint(str(path / "theirs"), client_state={"epoch": 4})
 
     def convert() -> None:
-        args = [
-            "convert",
-            str(path / "theirs"),
-            str(path / "ours"),
-            "--to",
-            "zero-optim",
-            "--world-size",
-            "2",
-        ]
+        args = ["convert", str(path / "theirs"), str(path / "ours"), "--to", "zero-optim"]
         assert cli.main(args) == 0
         to_universal(path / "theirs" / "global_step3", path / "universal")
-        offline.reshard(path / "universal", path / "of-universal", 2)
+        offline.convert(path / "universal", path / "of-universal", "zero-optim")
         assert checksums(path / "of-universal") == checksums(path / "ours")
 
     once(convert)
@@ -138,7 +130,7 @@ def test_oss_loads_what_is_converted_and_what_it_saves_comes_in(tmp_path: Path) 
 
     def come_in() -> None:
         torch.save({"model": model.state_dict(), "optimizer": theirs.state_dict()}, tmp_path / "theirs.pt")
-        offline.reshard(tmp_path / "theirs.pt", tmp_path / "ours", 2)
+        offline.convert(tmp_path / "theirs.pt", tmp_path / "ours", "zero-optim")
         offline.convert(tmp_path / "ours", tmp_path / "back.pt", "torch")
 
     once(come_in)

@@ -1,31 +1,18 @@
 """Checkpoints without a cluster: in one process, with one tensor in memory, the others mapped from files."""
 
-import math
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from datetime import datetime, timezone
 from io import BufferedRandom, FileIO
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
-from zero_optim.checkpoint.content import MODEL, OPTIMIZER, RANDOM, STATE, RankContent, model_parts
-from zero_optim.checkpoint.data import (
-    DTYPES,
-    Box,
-    CheckpointReader,
-    Saved,
-    Written,
-    box_of,
-    bytes_of,
-    lay_out,
-    write_tensors,
-)
+from zero_optim.checkpoint.content import MODEL, OPTIMIZER, RANDOM, RankContent, model_parts
+from zero_optim.checkpoint.data import DTYPES, Box, CheckpointReader, box_of, bytes_of, lay_out, write_tensors
 from zero_optim.checkpoint.files import FolderLock, new_folder, remove_stale_parts, replacing, write_all
-from zero_optim.checkpoint.folder import complete, discard, new_token, own_folder
-from zero_optim.checkpoint.manifest import VERSION, DataFile, Manifest, blamed_on, parse
+from zero_optim.checkpoint.folder import complete, new_token, own_folder
+from zero_optim.checkpoint.manifest import VERSION, Manifest, blamed_on, parse
 from zero_optim.checkpoint.sections import (
     mapping,
     model_of,
@@ -36,9 +23,7 @@ from zero_optim.checkpoint.sections import (
     torch_save,
 )
 from zero_optim.checkpoint.values import kinds_in, without_arrays
-from zero_optim.comm.encoding import tensors_in
 from zero_optim.errors import CheckpointError, StateMismatchError, ZeroOptimError, message_of
-from zero_optim.plan.partition import assign_owners
 
 FORMATS = ("torch", "torch-names", "dcp", "zero-optim")
 _OBJECTS = {"array", "class", "deque", "enum", "object"}  # kinds of values that are read by running code
@@ -141,38 +126,33 @@ def _open(path: Path, names: Sequence[str] | None = None) -> RankContent:
     reader = CheckpointReader(path.absolute())
     if OPTIMIZER not in reader.manifest.values and MODEL not in reader.manifest.values:
         raise StateMismatchError(
-            f"{path} was written by dcp.save: only what checkpoint.save wrote can be resharded"
+            f"{path} was written by dcp.save: only what checkpoint.save wrote can be converted"
         )
     return of_reader(reader)
 
 
 def convert(
-    source: Path,
-    out: Path,
-    to: str,
-    names: Sequence[str] | None = None,
-    *,
-    world_size: int = 1,
-    force: bool = False,
+    source: Path, out: Path, to: str, names: Sequence[str] | None = None, *, force: bool = False
 ) -> None:
     """Write a checkpoint of one library in the format of another.
 
     The source is a checkpoint of `save`, ``dcp.save`` or DeepSpeed, or a file of ``torch.save``. ``to`` is
     "torch", a file with state by index, "torch-names", by name, "dcp", a folder, or "zero-optim", a
-    checkpoint as ``world_size`` ranks save it. ``names`` are the optimizer's, if the source lacks them.
+    checkpoint as one rank saves it. ``names`` are the optimizer's, if the source lacks them.
     CheckpointError if the source is damaged or ``out`` cannot be written; StateMismatchError if the format
     cannot carry all of it; ValueError if ``out`` exists, unless ``force`` replaces a file or checkpoint.
     """
     if to not in FORMATS:
         raise ValueError(f"expected a format of {', '.join(FORMATS)}, got {to!r}")
-    if to == "zero-optim":
-        reshard(source, out, world_size, names, force=force)
-        return
     own_folder(out)
     _check_output(source, out, force=force)
-    if out.is_dir() or (to == "dcp" and out.exists()):
+    if to != "zero-optim" and (out.is_dir() or (to == "dcp" and out.exists())):
         raise ValueError(f"{out} exists, and only a file is replaced by a file: remove it first")
     content = _open(source, names)
+    if to == "zero-optim":
+        with _writing(out):
+            _write(content, source, out)
+        return
     _check_kinds(content, _OBJECTS if to.startswith("torch") else _OBJECTS | _SUBCLASSES)
     with _writing(out):
         with blamed_on(source):
@@ -199,76 +179,16 @@ def _check_kinds(source: RankContent, refused: set[str]) -> None:
             )
 
 
-def reshard(
-    source: Path, out: Path, world_size: int, names: Sequence[str] | None = None, *, force: bool = False
-) -> None:
-    """Write a checkpoint, or what `convert` reads, as that many ranks without cuts would have written it.
-
-    ``force`` replaces a checkpoint.
-    """
-    if world_size < 1:
-        raise ValueError(f"expected a world size of at least 1, got {world_size}")
-    own_folder(out)
-    _check_output(source, out, force=force)
-    content = _open(source, names)
+def _write(content: RankContent, source: Path, out: Path) -> None:
+    """Write a checkpoint as one rank would."""
 
     def read(box: Box) -> memoryview:
         with blamed_on(source):
             return content.bytes_of(box)
 
-    with _writing(out):
-        with blamed_on(source):
-            owner_of = _owners(content, world_size)
-        with closing(FolderLock(out)) as lock:
-            saved = _write(content.all_boxes(), owner_of, read, out)
-            complete(out, world_size, saved, content.values, alone=lock.keeps_out)
-
-
-def _owners(source: RankContent, world_size: int) -> dict[str, int]:
-    """Choose ranks for keys as an optimizer does by default: by size, group by group; rank 0 for others."""
-    about = source.values.get(OPTIMIZER, {"groups": [], "params": {}})
-    found = ((key, re.match(f"({STATE}|{MODEL}|{RANDOM})/([^/]+)", key)) for key in source.tensors)
-    parts = {key: (match[1], unquote(match[2])) for key, match in found if match is not None}
-    costs = defaultdict[str, float](float)  # elements of a parameter, or if unknown the bytes of its state
-    for key, (section, name) in parts.items():
-        costs[name] += source.tensors[key].nbytes if section == STATE else 0
-    costs.update({name: float(math.prod(shape)) for name, (_, shape) in about["params"].items()})
-    groups, of_name = [group["names"] for group in about["groups"]], dict[str, int]()
-    owners = assign_owners([[costs[name] for name in names] for names in groups], world_size)
-    for names, ranks in zip(groups, owners, strict=True):
-        of_name.update(zip(names, ranks, strict=True))
-    of_key, loads, rest = dict[str, int](), [0.0] * world_size, dict[str, int]()
-    for key, (section, name) in parts.items():
-        if section == RANDOM:
-            of_key[key] = int(name) if int(name) < world_size else 0
-        elif name in of_name:
-            of_key[key] = of_name[name]
-    every = (tensors_in(part) for part in model_parts(source.values).values())
-    for key in (key for tensors in every for key in dict.fromkeys(body[0] for _, body in tensors)):
-        if key in of_key:
-            loads[of_key[key]] += source.tensors[key].nbytes
-        else:
-            rest[key] = source.tensors[key].nbytes
-    (more,) = assign_owners([list(rest.values())], world_size, loads)
-    return of_key | dict(zip(rest, more, strict=True))
-
-
-def _write(
-    every: Sequence[Box], owner_of: dict[str, int], read: Callable[[Box], memoryview], out: Path
-) -> Saved:
-    token, boxes = new_token(), dict[int, list[Box]]()
-    for box in every:
-        boxes.setdefault(owner_of.get(box.key, 0), []).append(box)
-    files, written = dict[str, DataFile](), Written()
-    try:
-        for rank in sorted(boxes):
-            file, places = write_tensors(out, token, rank, boxes[rank], read)
-            files.update(file)
-            written += places
-    except BaseException:
-        discard(out, token, *boxes)
-        raise
-    return files, written
+    with closing(FolderLock(out)) as lock:
+        saved = write_tensors(out, new_token(), 0, content.all_boxes(), read)
+        complete(out, 1, saved, content.values, alone=lock.keeps_out)
 
 
 def inspect(folder: Path) -> dict[str, Any]:
