@@ -92,7 +92,6 @@ def test_a_folder_is_not_replaced_by_a_file_even_with_force(
     mine = tmp_path / "out" / "mine"
     mine.parent.mkdir()
     mine.touch()
-    for form in ("dcp", "torch"):
-        assert cli.main(["convert", str(KEPT), str(mine.parent), "--to", form, "--force"]) == 2
-        assert "only a file is replaced by a file: remove it first" in capsys.readouterr().err
+    assert cli.main(["convert", str(KEPT), str(mine.parent), "--to", "torch", "--force"]) == 2
+    assert "only a file is replaced by a file: remove it first" in capsys.readouterr().err
     assert mine.exists()

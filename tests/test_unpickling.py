@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import metadata as meta
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from test_checkpoint_hostile import write
 from zero_optim import CheckpointError, checkpoint
 from zero_optim.checkpoint.formats.unpickling import SafeUnpickler, tolerant
 from zero_optim.checkpoint.offline import convert
-from zero_optim.compat import private
 
 BOTH = pytest.mark.parametrize("unpickler", [SafeUnpickler, tolerant.Unpickler])
 
@@ -59,7 +59,7 @@ def test_names_that_lead_out_of_the_folder_are_refused(tmp_path: Path) -> None:
     for name in ("../outside", str(tmp_path / "outside")):
         (theirs / "latest").write_text(name)
         index = meta.MetadataIndex("a")
-        place = {index: private.StorageInfo(name, 0, 4)}
+        place = {index: _StorageInfo(name, 0, 4)}
         (dcp / ".metadata").write_bytes(
             pickle.dumps(meta.Metadata({"a": meta.BytesStorageMetadata()}, {}, place))
         )

@@ -89,12 +89,11 @@ def _add_tools(add: Callable[..., Any]) -> None:
     arg = add(
         "convert",
         "write a checkpoint of one library in the format of another",
-        "The formats: torch (a torch.save file, state by index), torch-names (by name), "
-        "dcp (a folder of torch.distributed.checkpoint), zero-optim.",
+        "The formats: torch (a torch.save file, state by index), torch-names (by name), zero-optim.",
     )
     foreign = "a checkpoint of zero_optim, torch.distributed.checkpoint or DeepSpeed, or a torch.save file"
     add_files(arg, "the new file or folder", "SRC", foreign)
-    arg("--to", required=True, metavar="FORMAT", help="torch, torch-names, dcp or zero-optim")
+    arg("--to", required=True, metavar="FORMAT", help="torch, torch-names or zero-optim")
     names = "a line with a name for each of the optimizer's parameters, if SRC has none"
     arg("--names", type=Path, metavar="FILE", help=names)
 

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import socket
 import stat
 import time
@@ -115,37 +114,11 @@ def replacing(path: Path) -> Iterator[FileIO]:
     sync_folder(path.parent)
 
 
-@contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which becomes ``path`` at the end, or is removed if the body fails."""
-    beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
-    beside.mkdir()
-    descriptor = os.open(beside, os.O_RDONLY)
-    try:
-        try_lock(descriptor)
-        yield beside
-        for child in beside.rglob("*"):
-            sync_folder(child)
-        os.fsync(descriptor)
-        beside.rename(path)  # which fails if there is something else by now
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
-    finally:
-        os.close(descriptor)
-    sync_folder(path.parent)
-
-
 def remove_stale_parts(path: Path) -> None:
-    """Remove temporary files and folders for ``path`` that no process writes any more."""
+    """Remove temporary files for ``path`` that no process writes any more."""
     ours = part_of(path.name)
     with suppress(PermissionError):  # some folders can be written but not listed
         for child in path.parent.iterdir():
-            if ours.fullmatch(child.name) and is_dir(child) and not child.is_symlink():
-                descriptor = os.open(child, os.O_RDONLY)
-                if try_lock(descriptor):
-                    shutil.rmtree(child, ignore_errors=True)
-                os.close(descriptor)
             if ours.fullmatch(child.name) and is_own_file(child):
                 with suppress(OSError), FileIO(os.open(child, _OPEN_OWN), "rb+") as file:
                     if try_lock(file.fileno()):

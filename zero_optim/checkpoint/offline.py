@@ -10,7 +10,7 @@ from typing import Any
 
 from zero_optim.checkpoint.content import MODEL, OPTIMIZER, RANDOM, RankContent, model_parts
 from zero_optim.checkpoint.data import DTYPES, Box, CheckpointReader, box_of, bytes_of, lay_out, write_tensors
-from zero_optim.checkpoint.files import FolderLock, new_folder, remove_stale_parts, replacing, write_all
+from zero_optim.checkpoint.files import FolderLock, remove_stale_parts, replacing, write_all
 from zero_optim.checkpoint.folder import complete, new_token, own_folder
 from zero_optim.checkpoint.manifest import VERSION, Manifest, blamed_on, parse
 from zero_optim.checkpoint.sections import (
@@ -25,7 +25,7 @@ from zero_optim.checkpoint.sections import (
 from zero_optim.checkpoint.values import kinds_in, without_arrays
 from zero_optim.errors import CheckpointError, StateMismatchError, ZeroOptimError, message_of
 
-FORMATS = ("torch", "torch-names", "dcp", "zero-optim")
+FORMATS = ("torch", "torch-names", "zero-optim")
 _OBJECTS = {"array", "class", "deque", "enum", "object"}  # kinds of values that are read by running code
 _SUBCLASSES = {"sparse", "subclass", "wrapper"}
 
@@ -137,8 +137,8 @@ def convert(
     """Write a checkpoint of one library in the format of another.
 
     The source is a checkpoint of `save`, ``dcp.save`` or DeepSpeed, or a file of ``torch.save``. ``to`` is
-    "torch", a file with state by index, "torch-names", by name, "dcp", a folder, or "zero-optim", a
-    checkpoint as one rank saves it. ``names`` are the optimizer's, if the source lacks them.
+    "torch", a file with state by index, "torch-names", by name, or "zero-optim", a checkpoint as one rank
+    saves it. ``names`` are the optimizer's, if the source lacks them.
     CheckpointError if the source is damaged or ``out`` cannot be written; StateMismatchError if the format
     cannot carry all of it; ValueError if ``out`` exists, unless ``force`` replaces a file or checkpoint.
     """
@@ -146,34 +146,28 @@ def convert(
         raise ValueError(f"expected a format of {', '.join(FORMATS)}, got {to!r}")
     own_folder(out)
     _check_output(source, out, force=force)
-    if to != "zero-optim" and (out.is_dir() or (to == "dcp" and out.exists())):
+    if to != "zero-optim" and out.is_dir():
         raise ValueError(f"{out} exists, and only a file is replaced by a file: remove it first")
     content = _open(source, names)
     if to == "zero-optim":
         with _writing(out):
             _write(content, source, out)
         return
-    _check_kinds(content, _OBJECTS if to.startswith("torch") else _OBJECTS | _SUBCLASSES)
+    _check_kinds(content)
     with _writing(out):
         with blamed_on(source):
             whole = sections_of(content.values, mapping(content, out), by_name=to != "torch")
-        if to == "dcp":
-            from zero_optim.checkpoint.formats.dcp_folder import write_dcp
-
-            with new_folder(out) as folder:
-                write_dcp(whole, folder)
-        else:
-            with replacing(out) as file:
-                _save(whole, file)
+        with replacing(out) as file:
+            _save(whole, file)
 
 
-def _check_kinds(source: RankContent, refused: set[str]) -> None:
-    """Refuse values that another library could not read, or not without running code."""
+def _check_kinds(source: RankContent) -> None:
+    """Refuse values that another library could not read without running code."""
     values = {key: without_arrays(v) if key.startswith(RANDOM) else v for key, v in source.values.items()}
     groups = values.pop(OPTIMIZER, {"groups": []})["groups"]
     values |= {f"the options of group {number}": group["options"] for number, group in enumerate(groups)}
     for key, value in values.items():
-        if kinds := kinds_in(value) & refused:
+        if kinds := kinds_in(value) & _OBJECTS:
             raise StateMismatchError(
                 f"{key} has a value of kind {min(kinds)}, which this format cannot carry"
             )

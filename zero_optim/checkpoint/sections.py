@@ -34,7 +34,6 @@ _ALIASES = {
     "optim": OPTIMIZER, "optimizer_state_dict": OPTIMIZER,
     "model_state_dict": MODEL, "lr_scheduler": "scheduler",
 }  # fmt: skip
-EXACT = "zero_optim"  # in a folder of DCP: a tuple with the sections that no other library reads, as they are
 _LEAST_MAPPED_NBYTES = 4096  # smaller tensors stay in memory
 _KNOWN = (MODEL, OPTIMIZER, "scheduler", "scaler", RANDOM)
 
@@ -89,7 +88,6 @@ def source_of(
 def _parts(sections: object) -> dict[str, Any]:
     """Name the sections of a dict as ours are; one that is nested in another alone is taken out."""
     parts: dict[str, Any] = dict(sections) if isinstance(sections, Mapping) else {}
-    parts.update(*parts.pop(EXACT, ()))
     while len(parts) == 1 and isinstance(inner := next(iter(parts.values())), Mapping):
         if parts.keys() & {*_KNOWN, *_ALIASES}:
             break

@@ -69,7 +69,6 @@ NAMES: dict[str, tuple[str, ...]] = {
     "models on the meta device": ("torch.autograd._unsafe_preserve_version_counter",),
     "rebind() of a wrapper": (f"{_DDP}._sync_module_states",),
     "zero-optim estimate": ("torch.utils._python_dispatch.TorchDispatchMode",),
-    "zero-optim convert --to dcp": ("torch.distributed.checkpoint.filesystem._StorageInfo",),
 }
 OPTIONAL = (  # the library does without them
     "torch._C._autograd._top_saved_tensors_default_hooks",

@@ -2,8 +2,7 @@
 
 import io
 import math
-import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,21 +11,17 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as meta
 
-from zero_optim.checkpoint.content import MODEL, OPTIMIZER, RankContent
+from zero_optim.checkpoint.content import RankContent
 from zero_optim.checkpoint.data import lazy
 from zero_optim.checkpoint.files import open_regular, within
 from zero_optim.checkpoint.formats.unpickling import SafeUnpickler
-from zero_optim.checkpoint.sections import EXACT, source_of, torch_save
-from zero_optim.compat import private
-from zero_optim.errors import StateMismatchError
-
-METADATA = ".metadata"
+from zero_optim.checkpoint.sections import source_of
 
 
 def of_dcp(folder: Path, names: Sequence[str] | None = None) -> RankContent:
     """Open a folder that ``dcp.save`` wrote with its own storage."""
     values = dict[str, Any]()
-    with open_regular(folder / METADATA) as raw, io.BufferedReader(raw) as file:
+    with open_regular(folder / ".metadata") as raw, io.BufferedReader(raw) as file:
         metadata: meta.Metadata = SafeUnpickler(file).load()
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, meta.BytesStorageMetadata):
@@ -90,43 +85,3 @@ def _with_lists(value: Any) -> Any:  # noqa: ANN401 - nested dicts
             for key, part in inner["state"].items()
         }
     return inner
-
-
-def write_dcp(sections: dict[str, Any], folder: Path) -> None:
-    """Write sections as ``dcp.save`` of one rank does; each tensor has a storage of its own."""
-    name, metadata = "__0_0.distcp", meta.Metadata({}, {}, {})
-    rest = {section: value for section, value in sections.items() if section not in (MODEL, OPTIMIZER)}
-    with (folder / name).open("xb") as file:
-        for path, value in _flat({**sections, EXACT: (rest,)}):
-            key, start = ".".join(map(str, path)), file.tell()
-            index = meta.MetadataIndex(key)
-            entry: Any = meta.BytesStorageMetadata()
-            if isinstance(value, Tensor):
-                chunk = meta.ChunkStorageMetadata(torch.Size([0] * value.ndim), value.shape)
-                properties = meta.TensorProperties.create_from_tensor(value)
-                index = meta.MetadataIndex(key, chunk.offsets, 0)
-                entry = meta.TensorStorageMetadata(properties, value.shape, [chunk])
-            torch_save(value, file)
-            if key in metadata.state_dict_metadata:
-                raise StateMismatchError(f"two values have the name {key} in a folder of DCP")
-            metadata.state_dict_metadata[key], metadata.planner_data[key] = entry, path
-            metadata.storage_data[index] = private.StorageInfo(name, start, file.tell() - start)
-    (folder / METADATA).write_bytes(pickle.dumps(metadata))
-
-
-def _flat(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:  # noqa: ANN401
-    """Yield the values of nested dicts, and of lists with tensors or dicts in them, with their paths."""
-    if isinstance(value, list) and any(isinstance(part, dict | Tensor) for part in value):
-        pairs: Any = enumerate(value)
-    elif isinstance(value, dict) and value:
-        wrong = [key for key in value if not isinstance(key, str)]
-        if wrong and path[0] in (MODEL, OPTIMIZER):
-            raise StateMismatchError(
-                f"{'.'.join(map(str, path))} has the key {wrong[0]!r}, and DCP keeps those that are text"
-            )
-        pairs = ((str(key), part) for key, part in value.items())
-    else:
-        yield path, value
-        return
-    for key, part in pairs:
-        yield from _flat(part, (*path, key))
