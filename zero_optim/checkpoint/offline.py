@@ -22,7 +22,7 @@ from zero_optim.checkpoint.sections import (
     state_dict_of,
     torch_save,
 )
-from zero_optim.checkpoint.values import kinds_in, without_arrays
+from zero_optim.checkpoint.values import kinds_in
 from zero_optim.errors import CheckpointError, StateMismatchError, ZeroOptimError, message_of
 
 FORMATS = ("torch", "torch-names", "zero-optim")
@@ -163,7 +163,7 @@ def convert(
 
 def _check_kinds(source: RankContent) -> None:
     """Refuse values that another library could not read without running code."""
-    values = {key: without_arrays(v) if key.startswith(RANDOM) else v for key, v in source.values.items()}
+    values = {key: value for key, value in source.values.items() if not key.startswith(RANDOM)}
     groups = values.pop(OPTIMIZER, {"groups": []})["groups"]
     values |= {f"the options of group {number}": group["options"] for number, group in enumerate(groups)}
     for key, value in values.items():

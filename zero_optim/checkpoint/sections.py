@@ -15,7 +15,6 @@ from zero_optim.checkpoint.content import (
     EXTRA,
     MODEL,
     OPTIMIZER,
-    RANDOM,
     STATE,
     RankContent,
     model_parts,
@@ -23,7 +22,7 @@ from zero_optim.checkpoint.content import (
 from zero_optim.checkpoint.data import CheckpointReader, lazy, loaded, with_strides
 from zero_optim.checkpoint.files import open_part, write_all
 from zero_optim.checkpoint.objects import positional
-from zero_optim.checkpoint.values import Json, key_of, unpack, without_arrays
+from zero_optim.checkpoint.values import Json, key_of, unpack
 from zero_optim.comm.wire import memory_of
 from zero_optim.errors import CheckpointError, StateMismatchError
 from zero_optim.plan.groups import options_of
@@ -35,7 +34,7 @@ _ALIASES = {
     "model_state_dict": MODEL, "lr_scheduler": "scheduler",
 }  # fmt: skip
 _LEAST_MAPPED_NBYTES = 4096  # smaller tensors stay in memory
-_KNOWN = (MODEL, OPTIMIZER, "scheduler", "scaler", RANDOM)
+_KNOWN = (MODEL, OPTIMIZER, "scheduler", "scaler")
 
 
 def of_reader(reader: CheckpointReader) -> RankContent:
@@ -73,10 +72,6 @@ def source_of(
             _add_optimizer(content, optimizer, names)
     if not content.values:
         raise ValueError(f"{origin} holds neither an optimizer's state dict nor a model's")
-    random = parts.get(RANDOM)
-    if isinstance(random, Mapping) and all(str(rank).isdecimal() for rank in random):
-        for rank, state in parts.pop(RANDOM).items():
-            content.add(key_of(RANDOM, str(rank)), state)
     for name in ("scheduler", "scaler"):
         if parts.get(name) is not None:
             content.add(name, parts.pop(name))
@@ -159,19 +154,16 @@ def _add_optimizer(content: RankContent, whole: Mapping[Any, Any], names: Sequen
 
 
 def sections_of(values: Mapping[str, Json], get: Callable[..., Tensor], *, by_name: bool) -> dict[str, Any]:
-    """Unpack all sections with the tensors of ``get``; StateMismatchError by name without names."""
-    sections, random = dict[str, Any](), dict[str, Any]()
+    """Unpack all sections but random states with the tensors of ``get``; by name it needs names."""
+    sections = dict[str, Any]()
     if MODEL in values:
         sections[MODEL] = model_of(values, get)
     if OPTIMIZER in values:
         sections[OPTIMIZER] = state_dict_of(values, get, by_name=by_name)
     for key, value in values.items():
-        section, _, rank = key.partition("/")
-        if section == RANDOM:
-            random[rank] = unpack(without_arrays(value), get)
-        elif section not in (MODEL, OPTIMIZER) and value != ["plain", None]:
-            sections[section] = unpack(value, get)
-    return sections | ({RANDOM: random} if random else {})
+        if key not in (MODEL, OPTIMIZER) and "/" not in key and value != ["plain", None]:
+            sections[key] = unpack(value, get)
+    return sections
 
 
 def model_of(values: Mapping[str, Json], get: Callable[..., Tensor]) -> dict[str, Any]:

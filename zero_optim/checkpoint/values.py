@@ -37,16 +37,6 @@ def unpack(value: Json, get: Callable[[str, tuple[int, ...]], Tensor]) -> Nested
     return rebuilt(value, lambda body: get(body[0], tuple(body[1])))
 
 
-def without_arrays(value: Json) -> Json:
-    """Replace numpy's arrays by tensors, in plain containers."""
-    kind, body = value
-    if kind in _DICTS:
-        return [kind, [[key, without_arrays(part)] for key, part in body]]
-    if kind in ("list", "tuple"):
-        return [kind, [without_arrays(part) for part in body]]
-    return body[0] if kind == "array" else value
-
-
 def kinds_in(value: Json) -> set[str]:
     """List the kinds of values in a packed value."""
     return {value[0]}.union(*(kinds_in(part) for _, part in parts_of(value)))
