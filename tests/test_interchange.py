@@ -151,12 +151,8 @@ def test_a_file_of_torch_optim_by_index_and_by_name_goes_out_and_comes_back(tmp_
         assert_same_bits(again.bits(), run.bits())
 
 
-def of_names(model: nn.Module) -> list[str]:
-    return [name for group in groups_of(model, named=True) for name, _ in group["params"]]
-
-
 @on_ranks(2)
-@pytest.mark.parametrize("form", ["index", "names apart", "param_names", "names", "flat"])
+@pytest.mark.parametrize("form", ["index", "param_names", "names", "flat"])
 def test_all_forms_of_an_optimizers_state_dict_come_in(tmp_path: Path, form: str) -> None:
     model = Model()
     theirs = AdamW(groups_of(model, named=form == "param_names"), lr=0.01)
@@ -166,18 +162,9 @@ def test_all_forms_of_an_optimizers_state_dict_come_in(tmp_path: Path, form: str
         state = get_optimizer_state_dict(model, theirs, options=FLAT if form == "flat" else None)
 
     def come_in() -> None:
-        (tmp_path / "names.txt").write_text("\n".join(of_names(model)) + "\n")
         parts = {"model_state_dict": model.state_dict(), "optimizer_state_dict": state}
         torch.save({**parts, "epoch": 3, "random": {"seed": 4}}, tmp_path / "theirs.pt")
-        more = ["--names", str(tmp_path / "names.txt")] if form == "names apart" else []
-        command = [
-            "convert",
-            str(tmp_path / "theirs.pt"),
-            str(tmp_path / "ours"),
-            "--to",
-            "zero-optim",
-            *more,
-        ]
+        command = ["convert", str(tmp_path / "theirs.pt"), str(tmp_path / "ours"), "--to", "zero-optim"]
         assert cli.main(command) == 0
 
     once(come_in)

@@ -94,8 +94,6 @@ def _add_tools(add: Callable[..., Any]) -> None:
     foreign = "a checkpoint of zero_optim, torch.distributed.checkpoint or DeepSpeed, or a torch.save file"
     add_files(arg, "the new file or folder", "SRC", foreign)
     arg("--to", required=True, metavar="FORMAT", help="torch, torch-names or zero-optim")
-    names = "a line with a name for each of the optimizer's parameters, if SRC has none"
-    arg("--names", type=Path, metavar="FILE", help=names)
 
 
 def _add_estimate(add: Callable[..., Any]) -> None:
@@ -132,7 +130,7 @@ def _run(name: str, options: dict[str, Any]) -> int:
     if name == "consolidate":
         offline.consolidate(source, out, weights=options["weights"], force=force)
     else:
-        offline.convert(source, out, options["to"], _names_in(options), force=force)
+        offline.convert(source, out, options["to"], force=force)
     files = [path for path in (out.iterdir() if out.is_dir() else [out]) if path.is_file()]
     count = f" in {len(files)} files" if out.is_dir() else ""
     print(f"wrote {out}: {sum(path.stat().st_size for path in files):,} bytes{count}")
@@ -208,13 +206,6 @@ def _draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set_xlabel("GiB a rank in a step, without activations")
     axes.legend()
     figure.savefig(path)
-
-
-def _names_in(options: dict[str, Any]) -> list[str] | None:
-    try:
-        return options["names"].read_text().splitlines() if options.get("names") else None
-    except OSError as error:
-        raise ValueError(f"cannot read {error.filename}: {error.strerror}") from error
 
 
 def _as_table(report: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Checkpoints without a cluster: in one process, with one tensor in memory, the others mapped from files."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import datetime, timezone
 from io import BufferedRandom, FileIO
@@ -106,23 +106,19 @@ def _write_safetensors(file: FileIO, reader: CheckpointReader) -> None:
         write_all(file, bytes_of(reader.read_tensor(keys[box.key])))
 
 
-def _open(path: Path, names: Sequence[str] | None = None) -> RankContent:
+def _open(path: Path) -> RankContent:
     if path.is_file():
-        return of_file(path, names)
+        return of_file(path)
     if (path / ".metadata").exists():
         from zero_optim.checkpoint.formats.dcp_folder import of_dcp
 
         with blamed_on(path):
-            return of_dcp(path, names)
+            return of_dcp(path)
     if path.is_dir() and ((path / "latest").is_file() or any(path.glob("*mp_rank_*_model_states.pt"))):
         from zero_optim.checkpoint.formats.deepspeed import of_deepspeed
 
         with blamed_on(path):
             return of_deepspeed(path)
-    if names is not None:
-        raise ValueError(
-            f"names go with a file or a folder of another library, and {path} is a checkpoint of this one"
-        )
     reader = CheckpointReader(path.absolute())
     if OPTIMIZER not in reader.manifest.values and MODEL not in reader.manifest.values:
         raise StateMismatchError(
@@ -131,14 +127,12 @@ def _open(path: Path, names: Sequence[str] | None = None) -> RankContent:
     return of_reader(reader)
 
 
-def convert(
-    source: Path, out: Path, to: str, names: Sequence[str] | None = None, *, force: bool = False
-) -> None:
+def convert(source: Path, out: Path, to: str, *, force: bool = False) -> None:
     """Write a checkpoint of one library in the format of another.
 
     The source is a checkpoint of `save`, ``dcp.save`` or DeepSpeed, or a file of ``torch.save``. ``to`` is
     "torch", a file with state by index, "torch-names", by name, or "zero-optim", a checkpoint as one rank
-    saves it. ``names`` are the optimizer's, if the source lacks them.
+    saves it.
     CheckpointError if the source is damaged or ``out`` cannot be written; StateMismatchError if the format
     cannot carry all of it; ValueError if ``out`` exists, unless ``force`` replaces a file or checkpoint.
     """
@@ -148,7 +142,7 @@ def convert(
     _check_output(source, out, force=force)
     if to != "zero-optim" and out.is_dir():
         raise ValueError(f"{out} exists, and only a file is replaced by a file: remove it first")
-    content = _open(source, names)
+    content = _open(source)
     if to == "zero-optim":
         with _writing(out):
             _write(content, source, out)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,7 +34,6 @@ _ALIASES = {
     "model_state_dict": MODEL, "lr_scheduler": "scheduler",
 }  # fmt: skip
 _LEAST_MAPPED_NBYTES = 4096  # smaller tensors stay in memory
-_KNOWN = (MODEL, OPTIMIZER, "scheduler", "scaler")
 
 
 def of_reader(reader: CheckpointReader) -> RankContent:
@@ -46,21 +45,17 @@ def of_reader(reader: CheckpointReader) -> RankContent:
     return RankContent(dict(reader.manifest.values), tensors)
 
 
-def of_file(path: Path, names: Sequence[str] | None = None) -> RankContent:
+def of_file(path: Path) -> RankContent:
     """Open a file of ``torch.save``; ValueError if it is not a state dict, or reading it would run code."""
     try:
         sections = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
     except Exception as error:  # pickle and torch raise anything for other files
         what = "no file of torch.save that holds tensors and plain values only"
         raise ValueError(f"{path} is {what}: {error}") from error
-    return source_of(sections, path, names)
+    return source_of(sections, path)
 
 
-def source_of(
-    sections: object,  # a dict as it was saved
-    origin: Path,
-    names: Sequence[str] | None = None,  # of the optimizer's parameters, in its order
-) -> RankContent:
+def source_of(sections: object, origin: Path) -> RankContent:
     """Pack another library's state dict or sections, unknown ones as ``extra``; ValueError if neither."""
     content, parts = RankContent(), _parts(sections)
     if isinstance(parts.get(MODEL), Mapping):
@@ -69,7 +64,7 @@ def source_of(
         optimizer = _nested(parts[OPTIMIZER])
         if {"state", "param_groups"} <= optimizer.keys():
             del parts[OPTIMIZER]
-            _add_optimizer(content, optimizer, names)
+            _add_optimizer(content, optimizer)
     if not content.values:
         raise ValueError(f"{origin} holds neither an optimizer's state dict nor a model's")
     for name in ("scheduler", "scaler"):
@@ -84,7 +79,7 @@ def _parts(sections: object) -> dict[str, Any]:
     """Name the sections of a dict as ours are; one that is nested in another alone is taken out."""
     parts: dict[str, Any] = dict(sections) if isinstance(sections, Mapping) else {}
     while len(parts) == 1 and isinstance(inner := next(iter(parts.values())), Mapping):
-        if parts.keys() & {*_KNOWN, *_ALIASES}:
+        if parts.keys() & {MODEL, OPTIMIZER, "scheduler", "scaler", *_ALIASES}:
             break
         parts = dict(inner)
     if {"state", "param_groups"} <= _nested(parts).keys():
@@ -122,17 +117,10 @@ def _nested(optimizer: Mapping[Any, Any]) -> Mapping[Any, Any]:
     return {**rest, "state": state, "param_groups": list(groups.values())}
 
 
-def _add_optimizer(content: RankContent, whole: Mapping[Any, Any], names: Sequence[str] | None) -> None:
-    groups, known, state = [], dict[Any, str](), whole["state"]
-    num_params = sum(len(group["params"]) for group in whole["param_groups"])
-    if names is not None and len(names) != num_params:
-        raise ValueError(
-            f"expected a name for each of the optimizer's {num_params} parameters, got {len(names)} names"
-        )
-    rest, named = iter(names or ()), True
+def _add_optimizer(content: RankContent, whole: Mapping[Any, Any]) -> None:
+    groups, known, state, named = [], dict[Any, str](), whole["state"], True
     for number, group in enumerate(whole["param_groups"]):
-        keys = group["params"]
-        own = list(islice(rest, len(keys))) or group.get("param_names")
+        keys, own = group["params"], group.get("param_names")
         if own is None and all(isinstance(key, str) for key in keys):
             own = list(keys)
         if own is None:
@@ -179,7 +167,7 @@ def state_dict_of(
     if by_name and not about["named"]:
         raise StateMismatchError(
             "the optimizer's parameters have no names, and this format needs them: save it with its model, "
-            "build it from model.named_parameters(), or convert a file of its state with --names"
+            "build it from model.named_parameters(), or add 'param_names' to the groups of its state"
         )
     for group in about["groups"]:
         names: list[str] = group["names"]

@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from zero_optim.checkpoint.formats.unpickling import SafeUnpickler
 from zero_optim.checkpoint.sections import source_of
 
 
-def of_dcp(folder: Path, names: Sequence[str] | None = None) -> RankContent:
+def of_dcp(folder: Path) -> RankContent:
     """Open a folder that ``dcp.save`` wrote with its own storage."""
     values = dict[str, Any]()
     with open_regular(folder / ".metadata") as raw, io.BufferedReader(raw) as file:
@@ -31,7 +31,7 @@ def of_dcp(folder: Path, names: Sequence[str] | None = None) -> RankContent:
             raise ValueError(f"the chunks of {key} are not all of a tensor of shape {tuple(entry.size)}")
         read = partial(_tensor, folder, metadata, key, entry)
         values[key] = lazy(entry.properties.dtype, entry.size, read)
-    return source_of(_nested(values, metadata.planner_data or {}), folder, names)
+    return source_of(_nested(values, metadata.planner_data or {}), folder)
 
 
 def _loaded(folder: Path, metadata: meta.Metadata, index: meta.MetadataIndex) -> Any:  # noqa: ANN401
