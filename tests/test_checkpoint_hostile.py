@@ -21,6 +21,7 @@ from pool import Pool, on_ranks
 from test_checkpoint import Run, disturb
 from zero_optim import CheckpointError, StateMismatchError, checkpoint, cli
 from zero_optim.checkpoint import manifest
+from zero_optim.checkpoint.data import CheckpointReader
 
 MUTATIONS = 20
 
@@ -107,7 +108,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_found(
     damage(two / "2")
     for quick in (False, True):
         assert checkpoint.latest(two, quick=quick) == two / "1"
-    for look in (checkpoint.peek, checkpoint.Reader):
+    for look in (checkpoint.peek, CheckpointReader):
         with pytest.raises(CheckpointError):
             look(two / "2")
     assert cli.main(["inspect", str(two / "2")]) == 1

@@ -140,13 +140,13 @@ def for_dcp(run: Run) -> dict[str, Any]:
 def dcp_save_run(path: Path, cut: bool) -> Whole:
     run = Run(cut=cut)
     run.train(3)
-    dcp.save(for_dcp(run), storage_writer=checkpoint.Writer(path))
+    dcp.save(for_dcp(run), checkpoint_id=path)
     return all_of(run)
 
 
 def dcp_load_run(path: Path, cut: bool, expected: Whole) -> None:
     run = Run(cut=cut)
-    dcp.load(for_dcp(run), storage_reader=checkpoint.Reader(path), planner=checkpoint.SafeLoadPlanner())
+    dcp.load(for_dcp(run), checkpoint_id=path, planner=checkpoint.SafeLoadPlanner())
     found = all_of(run)
     for index, entries in expected["optimizer"]["state"].items():
         for name, value in entries.items():
@@ -163,5 +163,5 @@ def test_dcp_saves_the_rows_of_each_owner_and_loads_other_ones(
     for saved_cut, ranks, cut in sizes:
         path = tmp_path / f"{saved_cut} {ranks.size} {cut}"
         ranks.run(dcp_load_run, path, cut, ranks2.run(dcp_save_run, path, saved_cut)[0])
-    entry = manifest.read(path).entries[KEY.replace("/", ".")]
-    assert [chunk.offsets for chunk in entry.chunks] == [(0, 0), (32, 0)]
+    entry = dcp.FileSystemReader(path).read_metadata().state_dict_metadata[KEY.replace("/", ".")]
+    assert sorted(chunk.offsets for chunk in entry.chunks) == [(0, 0), (32, 0)]

@@ -65,7 +65,7 @@ def saved(folder: Path, stage: int, way: str) -> dict[str, Any]:
             torch.save({"model": weights, "optimizer": state}, folder / "whole.pt")
     else:
         objects = {"model": model.module, "optimizer": checkpoint.OptimizerState(optimizer, model)}
-        dcp.save(objects, storage_writer=checkpoint.Writer(folder / "sharded"))
+        dcp.save(objects, checkpoint_id=folder / "sharded")
     return content(model, optimizer)
 
 
@@ -77,8 +77,7 @@ def loaded(folder: Path, stage: int, way: str, steps: range) -> dict[str, Any]:
         set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
     else:
         objects = {"model": model.module, "optimizer": checkpoint.OptimizerState(optimizer, model)}
-        reader, planner = checkpoint.Reader(folder / "sharded"), checkpoint.SafeLoadPlanner()
-        dcp.load(objects, storage_reader=reader, planner=planner)
+        dcp.load(objects, checkpoint_id=folder / "sharded", planner=checkpoint.SafeLoadPlanner())
     result = content(model, optimizer)
     train(model, optimizer, range(2, 4))
     return result

@@ -224,8 +224,6 @@ def manifests(draw: st.DrawFn) -> Manifest:
         return Chunk(offsets, sizes, name, start, nbytes, draw(st.integers(0, 2**32 - 1)))
 
     def entry() -> Entry:
-        if not names or draw(st.booleans()):
-            return Entry(None, (), (chunk((), (), draw(st.integers(0, 50))),) if names else ())
         dtype, shape = draw(st.sampled_from(DTYPES)), tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
         if not shape:
             return Entry(dtype, (), (chunk((), (), dtype.itemsize),))
@@ -236,7 +234,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         ]
         return Entry(dtype, shape, tuple(chunk(*box, box[1][0] * row) for box in boxes))
 
-    entries = {name: entry() for name in draw(st.sets(names_of_entries, max_size=4))}
+    entries = {name: entry() for name in draw(st.sets(names_of_entries, max_size=4)) if names}
     return Manifest(
         time_ns=draw(st.integers(0, 2**62)),
         world_size=draw(st.integers(1, 10**5)),
@@ -247,13 +245,6 @@ def manifests(draw: st.DrawFn) -> Manifest:
         },
         entries=entries,
         values=draw(st.dictionaries(names_of_entries, json_values, max_size=3)),
-        paths=draw(
-            st.dictionaries(
-                names_of_entries,
-                st.lists(st.one_of(st.text(max_size=4), st.integers(0, 9)), min_size=1, max_size=3),
-                max_size=2,
-            )
-        ),
         number=draw(st.integers(0, 10**6)),
     )
 

@@ -14,7 +14,7 @@ from pool import on_ranks
 from test_checkpoint import once
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer, checkpoint, cli
-from zero_optim.checkpoint import offline
+from zero_optim.checkpoint import manifest, offline
 
 
 class Net(nn.Module):
@@ -85,7 +85,7 @@ def to_universal(source: Path, out: Path) -> None:
 
 
 def checksums(path: Path) -> dict[str, list[int]]:
-    entries = checkpoint.Reader(path).manifest.entries
+    entries = manifest.read(path).entries
     return {key: [chunk.crc32 for chunk in entry.chunks] for key, entry in entries.items()}
 
 

@@ -7,7 +7,7 @@ from zero_optim.checkpoint.loading import Peek, load, peek
 from zero_optim.checkpoint.saving import PendingSave, save, save_async
 
 if TYPE_CHECKING:
-    from zero_optim.checkpoint.dcp import OptimizerState, Reader, SafeLoadPlanner, Writer
+    from zero_optim.checkpoint.dcp import OptimizerState, SafeLoadPlanner
 else:
 
     def __getattr__(name: str) -> object:
@@ -22,9 +22,7 @@ __all__ = [
     "OptimizerState",
     "Peek",
     "PendingSave",
-    "Reader",
     "SafeLoadPlanner",
-    "Writer",
     "latest",
     "load",
     "peek",

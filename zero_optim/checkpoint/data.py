@@ -6,7 +6,6 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import add, sub
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, blamed_on
 from zero_optim.comm.encoding import dtype_name
 from zero_optim.comm.wire import memory_of
 from zero_optim.errors import CheckpointError
+from zero_optim.plan.pieces import num_rows
 from zero_optim.plan.plan import ALIGNMENT_NBYTES
 
 # A large tensor has a checksum for each block of rows of about this size. A load that wants some of its rows
@@ -36,23 +36,18 @@ Rows = tuple[int, int] | None  # of dimension 0 of a tensor; None for all
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A tensor, a box of its elements, or bytes (then the dtype is None) that is written under one key."""
+    """A tensor, or rows of one, that is written under one key."""
 
     key: str
-    dtype: torch.dtype | None
+    dtype: torch.dtype
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return 1 if self.dtype is None else self.dtype.itemsize
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-        return math.prod(self.sizes) * self.itemsize
+        return math.prod(self.sizes) * self.dtype.itemsize
 
     @property
     def name(self) -> str:
@@ -64,9 +59,7 @@ class Box:
 
     def blocks(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
         """Yield offsets, sizes and bytes of each block that gets a checksum."""
-        if self.dtype is None:
-            yield (), (), self.nbytes
-        elif self.nbytes <= BLOCK_NBYTES:
+        if self.nbytes <= BLOCK_NBYTES:
             yield self.offsets, self.sizes, self.nbytes
         else:
             (first, *offsets), (num_rows, *sizes) = self.offsets, self.sizes
@@ -81,7 +74,7 @@ Written = list[tuple[Box, Chunk]]
 Saved = tuple[dict[str, DataFile], Written]  # data files by name, and the chunks of each box
 
 
-def box_of(key: str, dtype: torch.dtype | None, shape: Sequence[int], rows: Rows = None) -> Box:
+def box_of(key: str, dtype: torch.dtype, shape: Sequence[int], rows: Rows = None) -> Box:
     """Return the box of a tensor, or of some of its rows."""
     offsets, sizes = [0] * len(shape), list(shape)
     if rows is not None:
@@ -94,16 +87,19 @@ def lay_out(boxes: Iterable[Box]) -> tuple[bytes, list[tuple[Box, int]]]:
     about = {"format": "pt"}
     header: dict[str, Any] = {"__metadata__": about}
     end, placed = 0, list[tuple[Box, int]]()
-    for box in sorted(boxes, key=lambda box: -box.itemsize):  # so that there are no gaps
+    for box in sorted(boxes, key=lambda box: -box.dtype.itemsize):  # so that there are no gaps
         name = box.name
         while name in header:  # a whole tensor "w[0:2]" and a box of "w"
             name += "'"
         sizes = list(box.sizes)
-        if box.dtype is not None and box.dtype not in DTYPES:
+        if box.dtype not in DTYPES:
             about[f"dtype of {name}"] = dtype_name(box.dtype)
-            sizes.append(box.itemsize)
-        kind = "U8" if box.dtype is None else DTYPES.get(box.dtype, "U8")
-        header[name] = {"dtype": kind, "shape": sizes, "data_offsets": [end, end + box.nbytes]}
+            sizes.append(box.dtype.itemsize)
+        header[name] = {
+            "dtype": DTYPES.get(box.dtype, "U8"),
+            "shape": sizes,
+            "data_offsets": [end, end + box.nbytes],
+        }
         placed.append((box, end))
         end += box.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -169,10 +165,7 @@ def entries_of(written: Iterable[tuple[Box, Chunk]]) -> dict[str, Entry]:
     chunks: dict[str, tuple[Box, list[Chunk]]] = {}
     for box, chunk in written:
         chunks.setdefault(box.key, (box, []))[1].append(chunk)
-    return {
-        key: Entry(box.dtype, () if box.dtype is None else box.shape, tuple(parts))
-        for key, (box, parts) in chunks.items()
-    }
+    return {key: Entry(box.dtype, box.shape, tuple(parts)) for key, (box, parts) in chunks.items()}
 
 
 def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
@@ -210,36 +203,20 @@ class CheckpointReader:
             for chunk in entry.chunks:
                 self.read(key, chunk)
 
-    def read_box(self, key: str, chunk: Chunk, into: Tensor, offsets: Sequence[int]) -> None:
-        """Read the box at ``offsets`` inside a chunk into a tensor of the box's shape."""
-        dtype, is_all = self._entry(key).dtype, tuple(into.shape) == chunk.sizes
-        if is_all and into.dtype == dtype and into.device.type == "cpu" and into.is_contiguous():
-            self.read(key, chunk, bytes_of(into))
-            return
-        whole = torch.empty(chunk.sizes, dtype=dtype, device="cpu")
-        self.read(key, chunk, bytes_of(whole))
-        into.copy_(whole[_slices(offsets, into.shape)])
-
-    def _entry(self, key: str) -> Entry:
-        entry = self.manifest.entries.get(key)
-        if entry is None or entry.dtype is None:
-            raise CheckpointError(f"the checkpoint {self.folder} is damaged: it lacks {key}")
-        return entry
-
     def read_tensor(self, key: str, rows: Rows = None) -> Tensor:
         """Read a tensor, or the chunks that have some of its rows, into CPU memory, contiguous."""
-        entry = self._entry(key)
-        box = box_of(key, entry.dtype, entry.shape, rows)
-        tensor = torch.empty(box.sizes, dtype=entry.dtype, device="cpu")
+        if (entry := self.manifest.entries.get(key)) is None:
+            raise CheckpointError(f"the checkpoint {self.folder} is damaged: it lacks {key}")
+        first, last = rows or (0, num_rows(entry.shape))
+        row_shape, dtype = entry.shape[1:], entry.dtype
+        tensor = torch.empty((last - first, *row_shape), dtype=dtype, device="cpu")
         for chunk in entry.chunks:
-            starts = list(map(max, box.offsets, chunk.offsets))
-            stops = map(min, map(add, box.offsets, box.sizes), map(add, chunk.offsets, chunk.sizes))
-            sizes = list(map(sub, stops, starts))
-            if rows is None or all(size > 0 for size in sizes):
-                place = _slices(list(map(sub, starts, box.offsets)), sizes)
-                self.read_box(key, chunk, tensor[place], list(map(sub, starts, chunk.offsets)))
-        return tensor
-
-
-def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=False))
+            start, stop = chunk.rows
+            begin, end = max(first, start), min(last, stop)
+            if (begin, end) == (start, stop):
+                self.read(key, chunk, bytes_of(tensor[begin - first : end - first]))
+            elif begin < end:
+                whole = torch.empty((stop - start, *row_shape), dtype=dtype, device="cpu")
+                self.read(key, chunk, bytes_of(whole))
+                tensor[begin - first : end - first].copy_(whole[begin - start : end - start])
+        return tensor if rows is not None else tensor.view(entry.shape)

@@ -1,11 +1,7 @@
-"""Adapters for ``torch.distributed.checkpoint`` (DCP), with our files: PyTorch's have a pickle."""
+"""Adapters for ``torch.distributed.checkpoint`` (DCP): each rank saves and loads what it owns."""
 
 import io
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,13 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import metadata as meta
 from torch.distributed.checkpoint import planner as planning
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
 
-from zero_optim.checkpoint import folder as folders
-from zero_optim.checkpoint.data import Box, CheckpointReader, box_of, bytes_of, write_tensors
-from zero_optim.checkpoint.files import FolderLock
-from zero_optim.checkpoint.manifest import Chunk, Manifest
 from zero_optim.checkpoint.objects import names_of
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.encoding import map_tensors
@@ -30,146 +20,14 @@ from zero_optim.plan.pieces import Piece
 from zero_optim.state.moving import CutState
 
 
-class _Storage:
-    """What `Writer` and `Reader` do in the same way; ``_open`` takes the path of a checkpoint."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._open(path)
-
-    def _open(self, path: str | os.PathLike[str]) -> None:
-        raise NotImplementedError
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """See the base class: another folder for the next save or load."""
-        if checkpoint_id is not None:
-            self._open(checkpoint_id)
-
-    def prepare_local_plan(self, plan: Any) -> Any:  # noqa: ANN401 - a plan of either kind
-        """See the base class."""
-        return plan
-
-    prepare_global_plan = prepare_local_plan
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """See the base class: any path will do."""
-        return isinstance(checkpoint_id, str | os.PathLike)
-
-
-class Writer(_Storage, StorageWriter):
-    """Writes or replaces a checkpoint, for ``dcp.save(…, storage_writer=Writer(path))``; one file a rank."""
-
-    def _open(self, path: str | os.PathLike[str]) -> None:
-        self._folder = folders.own_folder(path)
-
-    # DCP passes arguments of its own to a parameter called "kwargs", and calls again after a failure.
-    def set_up_storage_writer(self, is_coordinator: bool, *_args: object, **_kwargs: object) -> None:
-        """See the base class: make the folder."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-
-    def prepare_global_plan(self, plans: list[planning.SavePlan]) -> list[planning.SavePlan]:
-        """See the base class: give every rank the name of its data file."""
-        token = folders.new_token()
-        return [replace(plan, storage_data=(token, rank)) for rank, plan in enumerate(plans)]
-
-    def write_data(self, plan: planning.SavePlan, planner: planning.SavePlanner) -> Future[list[WriteResult]]:
-        """See the base class. One tensor of extra memory, where it is not contiguous or on another device."""
-        items, runs = dict[Box, planning.WriteItem](), dict[Box, memoryview]()
-        for item in plan.items:
-            key, about = item.index.fqn, item.tensor_data
-            if about is None:
-                run = _bytes_of(item, planner)
-                runs[box := box_of(key, None, (run.nbytes,))] = run
-            else:
-                where = tuple(about.size), tuple(about.chunk.offsets), tuple(about.chunk.sizes)
-                box = Box(key, about.properties.dtype, *where)
-            items[box] = item
-
-        def read(box: Box) -> memoryview:
-            return runs[box] if box in runs else _bytes_of(items[box], planner)
-
-        token, rank = plan.storage_data
-        files, written = write_tensors(self._folder, token, rank, items, read)
-        return _done([WriteResult(items[b].index, c.nbytes, (b, c, files)) for b, c in written])
-
-    def finish(self, metadata: meta.Metadata, results: list[list[WriteResult]]) -> None:
-        """See the base class: write the manifest."""
-        paths = {key: list(path) for key, path in (metadata.planner_data or {}).items()}
-        parts = [result.storage_data for part in results for result in part]
-        files = {name: file for _, _, of_rank in parts for name, file in of_rank.items()}
-        written = [(box, chunk) for box, chunk, _ in parts]
-        # Locked only here, since DCP does not say when a save has failed. So other saves may be writing.
-        with closing(FolderLock(self._folder)):
-            folders.complete(self._folder, len(results), (files, written), {}, paths)
-
-
-class Reader(_Storage, StorageReader):
-    """Reads a checkpoint, for ``dcp.load(…, storage_reader=Reader(path), planner=SafeLoadPlanner())``.
-
-    CheckpointError if it is incomplete, or a checksum is wrong, also from the methods that read.
-    """
-
-    def _open(self, path: str | os.PathLike[str]) -> None:
-        self._reader = CheckpointReader(Path(path).absolute())
-
-    @property
-    def manifest(self) -> Manifest:
-        """What the checkpoint holds."""
-        return self._reader.manifest
-
-    def read_metadata(self, *_args: object, **_kwargs: object) -> meta.Metadata:
-        """See the base class."""
-        metadata: dict[str, meta.TensorStorageMetadata | meta.BytesStorageMetadata] = {}
-        for key, entry in self.manifest.entries.items():
-            metadata[key] = meta.BytesStorageMetadata()
-            if entry.dtype is not None:
-                properties, boxes = meta.TensorProperties(dtype=entry.dtype), list(map(_chunk, entry.chunks))
-                metadata[key] = meta.TensorStorageMetadata(properties, torch.Size(entry.shape), boxes)
-        return meta.Metadata(metadata, {key: tuple(path) for key, path in self.manifest.paths.items()})
-
-    def set_up_storage_reader(self, *_args: object, **_kwargs: object) -> None:
-        """See the base class."""
-
-    def read_data(self, plan: planning.LoadPlan, planner: planning.LoadPlanner) -> Future[None]:
-        """See the base class. One chunk of extra memory, where a part of it is wanted or another device."""
-        for item in plan.items:
-            key, place = item.storage_index.fqn, item.storage_index.offset
-            chunks = self.manifest.entries[key].chunks
-            chunk = next(c for c in chunks if place is None or c.offsets == tuple(place))
-            if item.type is planning.LoadItemType.BYTE_IO:
-                buffer = bytearray(chunk.nbytes)
-                self._reader.read(key, chunk, memoryview(buffer))
-                planner.load_bytes(item, io.BytesIO(buffer))
-            else:
-                target = planner.resolve_tensor(item).detach()
-                self._reader.read_box(key, chunk, target, item.storage_offsets)
-                planner.commit_tensor(item, target)
-        return _done(None)
-
-
-def _bytes_of(item: planning.WriteItem, planner: planning.SavePlanner) -> memoryview:
-    data = planner.resolve_data(item)
-    return bytes_of(data) if isinstance(data, Tensor) else data.getbuffer()
-
-
-def _chunk(part: Box | Chunk) -> meta.ChunkStorageMetadata:
-    return meta.ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
-
-
-def _done(result: object) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(result)
-    return future
-
-
 class OptimizerState:
     """What ``dcp.save`` and ``dcp.load`` get instead of a sharded optimizer.
 
     ::
 
         state = {"model": model, "optimizer": checkpoint.OptimizerState(optimizer, model)}
-        dcp.save(state, storage_writer=checkpoint.Writer(path))
-        dcp.load(state, storage_reader=checkpoint.Reader(path), planner=checkpoint.SafeLoadPlanner())
+        dcp.save(state, checkpoint_id=path)
+        dcp.load(state, checkpoint_id=path, planner=checkpoint.SafeLoadPlanner())
 
     Each rank saves and loads what it owns, with any storage of DCP. The model gives the names, unless the
     optimizer was built from named parameters. Loading needs the planner: a new optimizer has no state.
@@ -279,13 +137,14 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 class RowsToSave(Tensor):
     """Rows of a tensor, in their own memory, which DCP saves as a part of it; so does a copy of them."""
 
-    _box: Box
+    _shape: torch.Size  # of the whole tensor
+    _start: int  # the first row
 
     @classmethod
     def of(cls, rows: Tensor, shape: Sequence[int], start: int) -> "RowsToSave":
         """Mark a plain dense tensor as the rows from ``start`` of a tensor of a shape."""
         part = rows.detach().as_subclass(cls)
-        part._box = box_of("", rows.dtype, shape, (start, start + rows.shape[0]))
+        part._shape, part._start = torch.Size(shape), start
         return part
 
     @classmethod
@@ -299,20 +158,22 @@ class RowsToSave(Tensor):
         run: Any = super().__torch_function__
         result = run(func, types, args, kwargs or {})
         if isinstance(result, cls) and args and isinstance(args[0], cls):
-            result._box = args[0]._box
+            result._shape, result._start = args[0]._shape, args[0]._start
         return result
 
     def __create_write_items__(self, fqn: str, _object: object) -> list[planning.WriteItem]:
         """Say to DCP what to write."""
-        chunk = _chunk(self._box)
+        (chunk,) = self.__create_chunk_list__()
         about = meta.TensorProperties.create_from_tensor(self.as_subclass(Tensor))
-        data = planning.TensorWriteData(chunk, about, torch.Size(self._box.shape))
+        data = planning.TensorWriteData(chunk, about, self._shape)
         index = meta.MetadataIndex(fqn, chunk.offsets)
         return [planning.WriteItem(index, planning.WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[meta.ChunkStorageMetadata]:
         """Say to DCP which part it is."""
-        return [_chunk(self._box)]
+        sizes = self.as_subclass(Tensor).shape
+        offsets = torch.Size([self._start, *[0] * (len(sizes) - 1)])
+        return [meta.ChunkStorageMetadata(offsets, sizes)]
 
     def __get_tensor_shard__(self, _index: meta.MetadataIndex) -> Tensor:
         """Give DCP the rows."""
@@ -324,4 +185,4 @@ class RowsToLoad(RowsToSave):
 
     def size(self) -> torch.Size:  # type: ignore[override]
         """Return the size of the whole."""
-        return torch.Size(self._box.shape)
+        return self._shape

@@ -84,9 +84,7 @@ def new_token() -> str:
     return secrets.token_hex(6)
 
 
-def complete(
-    folder: Path, world_size: int, saved: Saved, values: Json, paths: Json = None, *, alone: bool = False
-) -> None:
+def complete(folder: Path, world_size: int, saved: Saved, values: Json, *, alone: bool) -> None:
     """Write the manifest, read it back, and remove what it replaces, and strays if ``alone`` here."""
     files, written = saved
     for name, file in files.items():
@@ -102,7 +100,7 @@ def complete(
             compared.update(_with_inner(place))
     number = min(max(map(manifests.number_in, compared)) + 1, _LAST_NUMBER)
     entries = entries_of(written)
-    manifest = Manifest(time.time_ns(), world_size, software, files, entries, values, paths or {}, number)
+    manifest = Manifest(time.time_ns(), world_size, software, files, entries, values, number)
     replaced = set[str]()
     with suppress(CheckpointError):  # its manifest is missing or damaged
         replaced = set(manifests.parse(folder).files)

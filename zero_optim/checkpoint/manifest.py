@@ -7,9 +7,9 @@ Note [The manifest]
     - ``number`` orders checkpoints beside each other; ``time_ns`` of completion, nanoseconds since 1970;
       ``world_size``; ``software``: versions of ``zero_optim`` and ``torch``
     - ``files``: rows of name, rank, length in bytes, length and CRC-32 of what comes before the first tensor
-    - ``entries``: key -> dtype (null for bytes), shape, chunks: offsets and sizes of the part of the tensor,
-      number of the file, first byte, length, CRC-32. A chunk is of one rank, and of at most 4 MiB
-    - ``values``: key -> packed value; ``paths``: of keys that ``dcp.save`` wrote, in the nested dict
+    - ``entries``: key -> dtype, shape, chunks: offsets and sizes of rows of the tensor, number of the file,
+      first byte, length, CRC-32. A chunk is of one rank, and of at most 4 MiB
+    - ``values``: key -> packed value; ``paths``: empty
 
     A packed value is a pair of a kind and a body. ``plain``: a JSON value, or an object of one entry for what
     JSON lacks (``float`` for infinity and NaN, ``complex``, ``bytes`` in hexadecimal, ``dtype``, ``device``).
@@ -42,6 +42,7 @@ import torch
 from zero_optim.checkpoint.files import open_regular, replacing, sync_folder, write_all
 from zero_optim.comm.encoding import dtype_name, dtype_named
 from zero_optim.errors import CheckpointError, ZeroOptimError, message_of
+from zero_optim.plan.pieces import num_rows
 
 FILE = "manifest.json"
 FORMAT = "zero_optim checkpoint"
@@ -62,7 +63,7 @@ def _check_numbers(what: str, numbers: tuple[Any, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor's elements, row-major, in one run of bytes of a file; no offsets if no tensor."""
+    """Rows of a tensor in one run of bytes of a file; no offsets and sizes if it has no dimensions."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -76,26 +77,34 @@ class Chunk:
         numbers = (*self.offsets, *self.sizes, self.start, self.nbytes, self.crc32)
         _check_numbers("the place of a chunk", numbers)
 
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The first row, and the one after the last."""
+        start = sum(self.offsets[:1])
+        return start, start + num_rows(self.sizes)
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A whole tensor, or bytes (then ``dtype`` is None), in chunks that together hold all of it."""
+    """A whole tensor, in chunks that together hold all of it."""
 
-    dtype: torch.dtype | None
+    dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
     def __post_init__(self) -> None:
-        """Check that the runs have the length of their boxes, and that the boxes fill the tensor."""
+        """Check that the runs have the length of their rows, and that the rows fill the tensor."""
         _check_numbers("a shape", self.shape)
         for chunk in self.chunks:
-            wanted = math.prod(chunk.sizes) * self.dtype.itemsize if self.dtype is not None else chunk.nbytes
-            if chunk.nbytes != wanted or len(chunk.sizes) != len(self.shape):
+            if chunk.nbytes != math.prod(chunk.sizes) * self.dtype.itemsize:
                 raise ValueError(f"a chunk of {chunk.sizes} elements of {self.dtype} in {chunk.nbytes} bytes")
-            ends = [first + size for first, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-            if any(end > size for end, size in zip(ends, self.shape, strict=True)):
+            ends = chunk.rows[1], *chunk.sizes[1:]
+            is_inside = len(chunk.sizes) == len(chunk.offsets) == len(self.shape) and not any(
+                chunk.offsets[1:]
+            )
+            if not is_inside or ends[0] > num_rows(self.shape) or ends[1:] != self.shape[1:]:
                 raise ValueError(f"a chunk at {chunk.offsets} of {chunk.sizes} outside shape {self.shape}")
-        if self.dtype is not None and sum(math.prod(c.sizes) for c in self.chunks) != math.prod(self.shape):
+        if sum(math.prod(c.sizes) for c in self.chunks) != math.prod(self.shape):
             raise ValueError(
                 f"the chunks of a tensor of shape {self.shape} do not have as many elements as it"
             )
@@ -130,20 +139,16 @@ class Manifest:
     files: Mapping[str, DataFile]
     entries: Mapping[str, Entry]
     values: Mapping[str, Any]
-    paths: Mapping[str, list[str | int]]
     number: int = 0
 
     def __post_init__(self) -> None:
         """Check all types, and that every chunk is inside a file of this checkpoint."""
         _check_numbers("time, ranks and number", (self.time_ns, self.world_size, self.number))
-        for table in (self.software, self.values, self.paths):
+        for table in (self.software, self.values):
             if not isinstance(table, dict):
                 raise ValueError(f"expected an object, got {type(table).__name__}")  # noqa: TRY004 - of a file
         if not all(isinstance(value, str) for value in self.software.values()):
             raise ValueError("expected versions to be text")
-        paths: list[Any] = list(self.paths.values())
-        if not all(isinstance(path, list) and path for path in paths):
-            raise ValueError("expected every path to be a list with something in it")
         for name in self.files:
             if not DATA_FILE.fullmatch(name):
                 raise ValueError(f"{name!r} is no name of a data file")
@@ -159,7 +164,7 @@ class Manifest:
         entries = {}
         for key, entry in self.entries.items():
             chunks = [[c.offsets, c.sizes, names[c.file], c.start, c.nbytes, c.crc32] for c in entry.chunks]
-            entries[key] = [None if entry.dtype is None else dtype_name(entry.dtype), entry.shape, chunks]
+            entries[key] = [dtype_name(entry.dtype), entry.shape, chunks]
         content = {
             "number": self.number,
             "time_ns": self.time_ns,
@@ -168,7 +173,7 @@ class Manifest:
             "files": [[name, *astuple(file)] for name, file in self.files.items()],
             "entries": entries,
             "values": dict(self.values),
-            "paths": dict(self.paths),
+            "paths": {},
         }
         text = json.dumps(content, separators=(",", ":"))
         return f"{_head_line(text, self.number)}\n{text}\n"
@@ -194,9 +199,9 @@ class Manifest:
         names, entries = [name for name, *_ in content["files"]], {}
         for key, (dtype, shape, rows) in content["entries"].items():
             chunks = [Chunk(tuple(o), tuple(s), names[file], *rest) for o, s, file, *rest in rows]
-            entries[key] = Entry(None if dtype is None else dtype_named(dtype), tuple(shape), tuple(chunks))
+            entries[key] = Entry(dtype_named(dtype), tuple(shape), tuple(chunks))
         files = {name: DataFile(*numbers) for name, *numbers in content["files"]}
-        fields = ["time_ns", "world_size", "software", "values", "paths", "number"]
+        fields = ["time_ns", "world_size", "software", "values", "number"]
         return Manifest(files=files, entries=entries, **{name: content[name] for name in fields})
 
 

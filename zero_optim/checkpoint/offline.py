@@ -1,6 +1,5 @@
 """Checkpoints without a cluster: in one process, with one tensor in memory, the others mapped from files."""
 
-import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import datetime, timezone
@@ -119,12 +118,7 @@ def _open(path: Path) -> RankContent:
 
         with blamed_on(path):
             return of_deepspeed(path)
-    reader = CheckpointReader(path.absolute())
-    if OPTIMIZER not in reader.manifest.values and MODEL not in reader.manifest.values:
-        raise StateMismatchError(
-            f"{path} was written by dcp.save: only what checkpoint.save wrote can be converted"
-        )
-    return of_reader(reader)
+    return of_reader(CheckpointReader(path.absolute()))
 
 
 def convert(source: Path, out: Path, to: str, *, force: bool = False) -> None:
@@ -183,14 +177,14 @@ def inspect(folder: Path) -> dict[str, Any]:
     """Compare every byte of a checkpoint with its checksum, and describe it, with a reason if incomplete."""
     if not folder.is_dir():
         raise CheckpointError(f"no checkpoint at {folder}: there is no such folder")
-    manifest, reason, sections = Manifest(0, 0, {}, {}, {}, {}, {}), "", dict[str, dict[str, Any]]()
+    manifest, reason, sections = Manifest(0, 0, {}, {}, {}, {}), "", dict[str, dict[str, Any]]()
     try:
         manifest = parse(folder)
         CheckpointReader(folder).check_all()
     except CheckpointError as error:
         reason = str(error)
     for key in {**manifest.entries, **manifest.values}:
-        name = re.split(r"[/.]", key, maxsplit=1)[0]
+        name = key.partition("/")[0]
         section = sections.setdefault(name, {"name": name, "num_tensors": 0, "nbytes": 0, "num_values": 0})
         section["num_values"] += key in manifest.values
         section["num_tensors"] += key in manifest.entries
