@@ -51,7 +51,7 @@ def test_each_owner_writes_its_rows_of_a_parameter_and_its_state(tmp_path: Path)
     content = manifest.read(tmp_path / "one")
     for key in ("model/embedding.weight", KEY):
         chunks = content.entries[key].chunks
-        assert [chunk.offsets for chunk in chunks] == [(0, 0), (32, 0)]
+        assert [chunk.rows[0] for chunk in chunks] == [0, 32]
         assert [content.files[chunk.file].rank for chunk in chunks] == [0, 1]
     assert len(content.entries[KEY.replace("exp_avg", "step")].chunks) == 1
     written = [file.nbytes for file in content.files.values()]

@@ -41,7 +41,7 @@ class RankContent:
     def add_rows(self, key: str, rows: Tensor, shape: Sequence[int], start: int) -> None:
         """Add the rows from ``start`` of a tensor of a shape."""
         self.tensors[key] = rows
-        self.boxes[key] = box_of(key, rows.dtype, shape, (start, start + rows.shape[0]))
+        self.boxes[key] = Box(key, rows.dtype, tuple(shape), (start, start + rows.shape[0]))
 
     def add_cut(self, key: str, entries: object, cut: CutState, rank: int) -> None:
         """Add this rank's rows of a parameter's state; the first owner also adds all that is not rows."""
@@ -67,7 +67,7 @@ class RankContent:
 
     def all_boxes(self) -> list[Box]:
         """List the boxes of all tensors."""
-        return [self.boxes.get(key) or box_of(key, t.dtype, t.shape) for key, t in self.tensors.items()]
+        return [self.boxes.get(key) or box_of(key, t) for key, t in self.tensors.items()]
 
     def bytes_of(self, box: Box) -> memoryview:
         """View the bytes of what is written as a box."""

@@ -1,7 +1,6 @@
 """Data files: one safetensors file for each rank, with a checksum for every tensor. No communication."""
 
 import json
-import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from zero_optim.checkpoint import manifest as manifests
 from zero_optim.checkpoint.files import open_regular, write_all
-from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, blamed_on
+from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, blamed_on, row_nbytes
 from zero_optim.comm.encoding import dtype_name
 from zero_optim.comm.wire import memory_of
 from zero_optim.errors import CheckpointError
@@ -36,50 +35,45 @@ Rows = tuple[int, int] | None  # of dimension 0 of a tensor; None for all
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A tensor, or rows of one, that is written under one key."""
+    """Rows of a tensor, maybe all, that are written under one key."""
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    rows: tuple[int, int]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-        return math.prod(self.sizes) * self.dtype.itemsize
+        return (self.rows[1] - self.rows[0]) * row_nbytes(self.dtype, self.shape)
 
     @property
     def name(self) -> str:
-        """The key, with the range of a box that is not the whole tensor, as in ``weight[0:4,2:8]``."""
-        if self.sizes == self.shape:
+        """The key, with the range of rows that are not all, as in ``weight[0:4,0:8]``."""
+        if self.rows == (0, num_rows(self.shape)):
             return self.key
-        ends = zip(self.offsets, self.sizes, strict=True)
-        return f"{self.key}[{','.join(f'{first}:{first + size}' for first, size in ends)}]"
+        ends = [self.rows, *((0, size) for size in self.shape[1:])]
+        return f"{self.key}[{','.join(f'{start}:{stop}' for start, stop in ends)}]"
 
-    def blocks(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-        """Yield offsets, sizes and bytes of each block that gets a checksum."""
+    def blocks(self) -> Iterator[tuple[tuple[int, int], int]]:
+        """Yield the rows and the bytes of each block that gets a checksum."""
         if self.nbytes <= BLOCK_NBYTES:
-            yield self.offsets, self.sizes, self.nbytes
-        else:
-            (first, *offsets), (num_rows, *sizes) = self.offsets, self.sizes
-            row_nbytes = self.nbytes // num_rows
-            step = max(1, BLOCK_NBYTES // row_nbytes)
-            for row in range(0, num_rows, step):
-                count = min(step, num_rows - row)
-                yield (first + row, *offsets), (count, *sizes), count * row_nbytes
+            yield self.rows, self.nbytes
+            return
+        (first, last), nbytes = self.rows, row_nbytes(self.dtype, self.shape)
+        step = max(1, BLOCK_NBYTES // nbytes)
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            yield (start, stop), (stop - start) * nbytes
 
 
 Written = list[tuple[Box, Chunk]]
 Saved = tuple[dict[str, DataFile], Written]  # data files by name, and the chunks of each box
 
 
-def box_of(key: str, dtype: torch.dtype, shape: Sequence[int], rows: Rows = None) -> Box:
-    """Return the box of a tensor, or of some of its rows."""
-    offsets, sizes = [0] * len(shape), list(shape)
-    if rows is not None:
-        offsets[0], sizes[0] = rows[0], rows[1] - rows[0]
-    return Box(key, dtype, tuple(shape), tuple(offsets), tuple(sizes))
+def box_of(key: str, tensor: Tensor) -> Box:
+    """Return the box of a whole tensor."""
+    return Box(key, tensor.dtype, tuple(tensor.shape), (0, num_rows(tensor.shape)))
 
 
 def lay_out(boxes: Iterable[Box]) -> tuple[bytes, list[tuple[Box, int]]]:
@@ -91,7 +85,7 @@ def lay_out(boxes: Iterable[Box]) -> tuple[bytes, list[tuple[Box, int]]]:
         name = box.name
         while name in header:  # a whole tensor "w[0:2]" and a box of "w"
             name += "'"
-        sizes = list(box.sizes)
+        sizes = [box.rows[1] - box.rows[0], *box.shape[1:]] if box.shape else []
         if box.dtype not in DTYPES:
             about[f"dtype of {name}"] = dtype_name(box.dtype)
             sizes.append(box.dtype.itemsize)
@@ -147,9 +141,9 @@ def write_tensors(
                 if run.nbytes != box.nbytes:
                     raise ValueError(f"{box.name} should have {box.nbytes:,} bytes, it has {run.nbytes:,}")
                 end = start
-                for offsets, sizes, nbytes in box.blocks():
+                for rows, nbytes in box.blocks():
                     block = run[end - start : end - start + nbytes]
-                    written.append((box, Chunk(offsets, sizes, path.name, end, nbytes, zlib.crc32(block))))
+                    written.append((box, Chunk(rows, path.name, end, nbytes, zlib.crc32(block))))
                     write_all(file, block)
                     end += nbytes
                 del run, block  # before the next one is read
@@ -187,7 +181,7 @@ class CheckpointReader:
         """Compare a chunk with its checksum, and read its bytes ``into`` memory of that length."""
         whole = self._headers.pop(chunk.file, None)
         if whole is not None:
-            self.read("its header", Chunk((), (), chunk.file, 0, whole.head_nbytes, whole.head_crc32))
+            self.read("its header", Chunk((0, 0), chunk.file, 0, whole.head_nbytes, whole.head_crc32))
         with blamed_on(self.folder), open_regular(self.folder / chunk.file) as file:
             run, done = memoryview(bytearray(chunk.nbytes) if into is None else into), 0
             file.seek(chunk.start)

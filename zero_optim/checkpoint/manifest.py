@@ -31,7 +31,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -61,12 +61,16 @@ def _check_numbers(what: str, numbers: tuple[Any, ...]) -> None:
         raise ValueError(f"expected {what} to be a whole number from 0, got {wrong[0]!r}")
 
 
+def row_nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Return the bytes of a row of a tensor."""
+    return math.prod(shape[1:]) * dtype.itemsize
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rows of a tensor in one run of bytes of a file; no offsets and sizes if it has no dimensions."""
+    """Rows ``[start, stop)`` of a tensor in one run of bytes of a file; (0, 1) if it has no dimensions."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    rows: tuple[int, int]
     file: str
     start: int
     nbytes: int
@@ -74,14 +78,7 @@ class Chunk:
 
     def __post_init__(self) -> None:
         """Prove that they are numbers."""
-        numbers = (*self.offsets, *self.sizes, self.start, self.nbytes, self.crc32)
-        _check_numbers("the place of a chunk", numbers)
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        """The first row, and the one after the last."""
-        start = sum(self.offsets[:1])
-        return start, start + num_rows(self.sizes)
+        _check_numbers("the place of a chunk", (*self.rows, self.start, self.nbytes, self.crc32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +92,34 @@ class Entry:
     def __post_init__(self) -> None:
         """Check that the runs have the length of their rows, and that the rows fill the tensor."""
         _check_numbers("a shape", self.shape)
+        nbytes, total = row_nbytes(self.dtype, self.shape), 0
         for chunk in self.chunks:
-            if chunk.nbytes != math.prod(chunk.sizes) * self.dtype.itemsize:
-                raise ValueError(f"a chunk of {chunk.sizes} elements of {self.dtype} in {chunk.nbytes} bytes")
-            ends = chunk.rows[1], *chunk.sizes[1:]
-            is_inside = len(chunk.sizes) == len(chunk.offsets) == len(self.shape) and not any(
-                chunk.offsets[1:]
-            )
-            if not is_inside or ends[0] > num_rows(self.shape) or ends[1:] != self.shape[1:]:
-                raise ValueError(f"a chunk at {chunk.offsets} of {chunk.sizes} outside shape {self.shape}")
-        if sum(math.prod(c.sizes) for c in self.chunks) != math.prod(self.shape):
-            raise ValueError(
-                f"the chunks of a tensor of shape {self.shape} do not have as many elements as it"
-            )
+            start, stop = chunk.rows
+            if not start <= stop <= num_rows(self.shape) or chunk.nbytes != (stop - start) * nbytes:
+                raise ValueError(
+                    f"a chunk of rows {start} to {stop} in {chunk.nbytes} bytes of shape {self.shape}"
+                )
+            total += stop - start
+        if total != num_rows(self.shape):
+            raise ValueError(f"the chunks of a tensor of shape {self.shape} do not have as many rows as it")
 
     @property
     def nbytes(self) -> int:
         """Bytes of all chunks."""
         return sum(chunk.nbytes for chunk in self.chunks)
+
+
+def _place(shape: Sequence[int], rows: tuple[int, int]) -> list[list[int]]:
+    """Return offsets and sizes of rows."""
+    return [[rows[0], *[0] * (len(shape) - 1)], [rows[1] - rows[0], *shape[1:]]] if shape else [[], []]
+
+
+def _rows_at(shape: Sequence[int], place: list[list[int]]) -> tuple[int, int]:
+    """Return the rows at a `_place`; ValueError if it has others than whole rows."""
+    rows = (place[0][0], place[0][0] + place[1][0]) if shape else (0, 1)
+    if _place(shape, rows) != place:
+        raise ValueError(f"a chunk at {place[0]} of {place[1]} in a tensor of shape {shape}")
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +170,7 @@ class Manifest:
         names = {name: number for number, name in enumerate(self.files)}
         entries = {}
         for key, entry in self.entries.items():
-            chunks = [[c.offsets, c.sizes, names[c.file], c.start, c.nbytes, c.crc32] for c in entry.chunks]
+            chunks = [[*_place(entry.shape, c.rows), names[c.file], *astuple(c)[2:]] for c in entry.chunks]
             entries[key] = [dtype_name(entry.dtype), entry.shape, chunks]
         content = {
             "number": self.number,
@@ -198,7 +205,7 @@ class Manifest:
             raise ValueError("its first line does not belong to the second")
         names, entries = [name for name, *_ in content["files"]], {}
         for key, (dtype, shape, rows) in content["entries"].items():
-            chunks = [Chunk(tuple(o), tuple(s), names[file], *rest) for o, s, file, *rest in rows]
+            chunks = [Chunk(_rows_at(shape, each[:2]), names[each[2]], *each[3:]) for each in rows]
             entries[key] = Entry(dtype_named(dtype), tuple(shape), tuple(chunks))
         files = {name: DataFile(*numbers) for name, *numbers in content["files"]}
         fields = ["time_ns", "world_size", "software", "values", "number"]

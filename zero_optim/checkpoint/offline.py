@@ -88,21 +88,20 @@ def _save(whole: object, file: FileIO) -> None:
 
 
 def _write_safetensors(file: FileIO, reader: CheckpointReader) -> None:
-    keys, entries = dict[str, str](), reader.manifest.entries
+    keys, tensors = dict[str, str](), of_reader(reader).tensors
     for name, (kind, body) in model_parts(reader.manifest.values).items():
         if kind in _SUBCLASSES:
             raise CheckpointError(f"{name} is no plain tensor, as safetensors needs them: write a .pt file")
         if kind == "tensor":  # other values are extra state of a module
             keys[name] = body[0]
-            if (dtype := entries[body[0]].dtype) not in DTYPES:
+            if (dtype := tensors[body[0]].dtype) not in DTYPES:
                 raise CheckpointError(
                     f"{name} is of {dtype}, for which safetensors has no name: write a .pt file"
                 )
-    boxes = [box_of(name, entries[key].dtype, entries[key].shape) for name, key in keys.items()]
-    head, placed = lay_out(boxes)
+    head, placed = lay_out([box_of(name, tensors[key]) for name, key in keys.items()])
     write_all(file, memoryview(head))
     for box, _ in placed:
-        write_all(file, bytes_of(reader.read_tensor(keys[box.key])))
+        write_all(file, bytes_of(tensors[keys[box.key]]))
 
 
 def _open(path: Path) -> RankContent:
