@@ -114,7 +114,6 @@ def _add_estimate(add: Callable[..., Any]) -> None:
     arg("--masters", action="store_true", help="the optimizer has master_dtype=torch.float32")
     arg("--bucket-view", action="store_true", help="DDP has gradient_as_bucket_view=True")
     arg("--json", action="store_true", help="print JSON")
-    arg("--picture", type=Path, metavar="FILE", help="draw it to a file (with matplotlib)")
 
 
 def _run(name: str, options: dict[str, Any]) -> int:
@@ -165,9 +164,6 @@ def _estimate(options: dict[str, Any]) -> int:
         print(f"{numel:,} parameters, {optimizer_class.__name__}: GiB a rank, without activations")
         cells = [[f"{v / 2**30:,.2f}" if k in _BYTES else str(v) for k, v in row.items()] for row in rows]
         print("\n".join(_table([name.replace("_", " ") for name in rows[0]], cells)))
-    if options["picture"]:
-        _draw(rows, options["picture"])
-        print(f"wrote {options['picture']}", file=sys.stderr)
     return 0
 
 
@@ -188,24 +184,6 @@ def _named(path: str) -> Any:  # noqa: ANN401 - whatever has the name
         return resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"cannot import {path} (expected MODULE:NAME): {error}") from error
-
-
-def _draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw stacked bars, which end at the peak."""
-    figure = _named("matplotlib.figure:Figure")(figsize=(7, 1.2 + 0.35 * len(rows)), layout="constrained")
-    axes, left = figure.subplots(), [0.0] * len(rows)
-    labels = [f"stage {row['stage']}, {row['ranks']} ranks" for row in rows]
-    for name in (*_BYTES[:4], "peak"):  # the peak is what is missing: moving, or of the step
-        ends = [
-            row[name] / 2**30 + (0 if name == "peak" else end) for row, end in zip(rows, left, strict=True)
-        ]
-        sizes = [end - begin for begin, end in zip(left, ends, strict=True)]
-        axes.barh(labels, sizes, left=left, label="at the peak" if name == "peak" else name.replace("_", " "))
-        left = ends
-    axes.invert_yaxis()
-    axes.set_xlabel("GiB a rank in a step, without activations")
-    axes.legend()
-    figure.savefig(path)
 
 
 def _as_table(report: Mapping[str, Any]) -> str:
