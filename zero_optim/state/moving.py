@@ -13,8 +13,7 @@ Note [State of cut parameters]
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from zero_optim.plan.pieces import Piece, Pieces, piece_of
 from zero_optim.plan.strides import dense_strides, strides_of_rows
 
 IndexedState: TypeAlias = Mapping[Any, Nested]  # by parameter index, and global entries
+Moves: TypeAlias = tuple[tuple[int, int, int], ...]  # rows [start, stop) of parameters, by index
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,22 +105,6 @@ class CutState:
         return whole
 
 
-class Move(NamedTuple):
-    """Rows ``[start, stop)`` of a parameter, by index, that go from a holder to a rank."""
-
-    param: int
-    start: int
-    stop: int
-
-
-class Parcel(NamedTuple):
-    """A message of a holder, and the ranks that take it, maybe itself too."""
-
-    holder: int
-    moves: tuple[Move, ...]
-    takers: list[int]
-
-
 @dataclass(frozen=True)
 class RowMap:
     """Each parameter's pieces by holder, and by ranks that want them; ``shaped`` entries of cut ones."""
@@ -130,28 +114,30 @@ class RowMap:
     held: Sequence[Pieces]
     wanted: Sequence[Pieces]
 
-    @cached_property
-    def parcels(self) -> list[Parcel]:
-        """All parcels, also those that stay on their rank; one at most from a rank to another."""
-        moves: dict[tuple[int, int], list[Move]] = {}
+    def parcels(self) -> dict[tuple[int, Moves], list[int]]:
+        """List all messages by holder and rows, with the ranks that take them, maybe the holder itself.
+
+        A rank gets one at most from each other rank.
+        """
+        moves: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for index, (held, wanted) in enumerate(zip(self.held, self.wanted, strict=True)):
             for holder, first, last in held:
-                for rank, start, stop in wanted:
-                    move = Move(index, max(first, start), min(last, stop))
-                    if move.start < move.stop or index not in self.shaped:  # which may have no rows at all
-                        moves.setdefault((holder, rank), []).append(move)
-        takers: dict[tuple[int, tuple[Move, ...]], list[int]] = {}
+                for rank, first_wanted, last_wanted in wanted:
+                    start, stop = max(first, first_wanted), min(last, last_wanted)
+                    if start < stop or index not in self.shaped:  # which may have no rows at all
+                        moves.setdefault((holder, rank), []).append((index, start, stop))
+        takers: dict[tuple[int, Moves], list[int]] = {}
         for (holder, rank), some in sorted(moves.items()):
             takers.setdefault((holder, tuple(some)), []).append(rank)
-        return [Parcel(holder, some, ranks) for (holder, some), ranks in takers.items()]
+        return takers
 
-    def message(self, parcel: Parcel, state: IndexedState) -> dict[Any, Nested]:
-        """Collect what a parcel holds of a state."""
+    def message(self, holder: int, moves: Moves, state: IndexedState) -> dict[Any, Nested]:
+        """Collect rows of a holder's state, and its global entries."""
         message = {key: value for key, value in state.items() if not isinstance(key, int)}
-        for index, start, stop in parcel.moves:
+        for index, start, stop in moves:
             if index in state and index in self.shaped:
                 cut = CutState(self.shapes[index], self.held[index], self.shaped[index])
-                message[index] = cut.picked(state[index], cut.piece_of(parcel.holder), start, stop)
+                message[index] = cut.picked(state[index], cut.piece_of(holder), start, stop)
             elif index in state:
                 message[index] = state[index]
         return message
@@ -188,29 +174,26 @@ def move(
     ``copy_with`` copies uncut state that stays.
     """
     group = group.during("state")
+    parcels, rank = rows.parcels(), group.rank
     with failing_together(group):
-        mine = {
-            number: rows.message(parcel, state)
-            for number, parcel in enumerate(rows.parcels)
-            if parcel.holder == group.rank
-        }
-        leaving = [number for number in mine if rows.parcels[number].takers != [group.rank]]
-        encoded = {number: encode(mine[number], about) for number in leaving}
+        mine = {moves: rows.message(rank, moves, state) for holder, moves in parcels if holder == rank}
+        leaving = [moves for moves in mine if parcels[rank, moves] != [rank]]
+        encoded = {moves: encode(mine[moves], about) for moves in leaving}
     messages, received = dict[int, dict[Any, Nested]](), {}
-    for number, (holder, _, takers) in enumerate(rows.parcels):
-        if number in encoded:
-            send_value(group, [rank for rank in takers if rank != group.rank], *encoded[number])
-        if group.rank in takers and number in mine:
-            messages[holder] = mine[number]
-        elif group.rank in takers:
+    for (holder, moves), takers in parcels.items():
+        if holder != rank and rank in takers:
             received[holder] = recv_encoded(group, holder)
+        elif holder == rank and moves in encoded:
+            send_value(group, [each for each in takers if each != rank], *encoded[moves])
+        if holder == rank and rank in takers:
+            messages[rank] = mine[moves]
     with failing_together(group):  # only now, as a rank that raises receives nothing more
         messages.update({holder: decode(part, iter(tensors)) for holder, (part, tensors) in received.items()})
         received.clear()  # `messages` alone keeps the tensors
-        stays = messages.get(group.rank, {})
+        stays = messages.get(rank, {})
         uncut = {key: value for key, value in stays.items() if key not in rows.shaped}
         stays.update(uncut if copy_with is None else map_tensors(uncut, copy_with))
-        return rows.joined(group.rank, messages)
+        return rows.joined(rank, messages)
 
 
 def sent_by(group: RankGroup, source: int, value: Nested, about: str) -> Nested:
