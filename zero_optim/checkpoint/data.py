@@ -108,16 +108,30 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(run)
 
 
-def lazy(dtype: torch.dtype | None, shape: Sequence[int], read: Callable[[], Tensor]) -> Tensor:
-    """Stand for a tensor that `loaded` reads."""
+def lazy(dtype: torch.dtype, shape: Sequence[int], fill: Callable[[Tensor], object]) -> Tensor:
+    """Stand for a tensor whose values ``fill`` reads into one of any strides."""
     tensor: Any = torch.empty(tuple(shape), dtype=dtype, device="meta")
-    tensor.read = read
+    tensor.fill_from_file = fill
     return tensor  # type: ignore[no-any-return]
 
 
-def loaded(tensor: Any) -> Tensor:  # noqa: ANN401 - it has attributes of ours
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether a tensor stands for another one."""
+    return hasattr(tensor, "fill_from_file")
+
+
+def fill(into: Tensor, tensor: Any) -> Tensor:  # noqa: ANN401 - it has an attribute of ours
+    """Copy a tensor, also one that is `lazy`, and return the copy."""
+    if is_lazy(tensor):
+        tensor.fill_from_file(into)
+    else:
+        into.copy_(tensor)
+    return into
+
+
+def loaded(tensor: Tensor) -> Tensor:
     """Read a tensor that is `lazy`; others stay as they are."""
-    return tensor.read() if hasattr(tensor, "read") else tensor  # type: ignore[no-any-return]
+    return fill(torch.empty_like(tensor, device="cpu"), tensor) if is_lazy(tensor) else tensor
 
 
 def data_name(token: str, rank: int) -> str:
@@ -199,18 +213,28 @@ class CheckpointReader:
 
     def read_tensor(self, key: str, rows: Rows = None) -> Tensor:
         """Read a tensor, or the chunks that have some of its rows, into CPU memory, contiguous."""
-        if (entry := self.manifest.entries.get(key)) is None:
-            raise CheckpointError(f"the checkpoint {self.folder} is damaged: it lacks {key}")
-        first, last = rows or (0, num_rows(entry.shape))
-        row_shape, dtype = entry.shape[1:], entry.dtype
-        tensor = torch.empty((last - first, *row_shape), dtype=dtype, device="cpu")
+        entry = self._entry(key)
+        shape = entry.shape if rows is None else (rows[1] - rows[0], *entry.shape[1:])
+        tensor = torch.empty(shape, dtype=entry.dtype, device="cpu")
+        self.fill(key, 0 if rows is None else rows[0], tensor)
+        return tensor
+
+    def fill(self, key: str, first: int, into: Tensor) -> None:
+        """Read rows of a tensor from the ``first``, as many as there is memory for."""
+        entry, of_rows = self._entry(key), into if into.dim() else into.view(1)
+        last = first + len(of_rows)
         for chunk in entry.chunks:
             start, stop = chunk.rows
             begin, end = max(first, start), min(last, stop)
-            if (begin, end) == (start, stop):
-                self.read(key, chunk, bytes_of(tensor[begin - first : end - first]))
+            rows = of_rows[begin - first : end - first]
+            if (begin, end) == (start, stop) and rows.is_contiguous():
+                self.read(key, chunk, bytes_of(rows))
             elif begin < end:
-                whole = torch.empty((stop - start, *row_shape), dtype=dtype, device="cpu")
+                whole = torch.empty((stop - start, *entry.shape[1:]), dtype=entry.dtype, device="cpu")
                 self.read(key, chunk, bytes_of(whole))
-                tensor[begin - first : end - first].copy_(whole[begin - start : end - start])
-        return tensor if rows is not None else tensor.view(entry.shape)
+                rows.copy_(whole[begin - start : end - start])
+
+    def _entry(self, key: str) -> Entry:
+        if (entry := self.manifest.entries.get(key)) is None:
+            raise CheckpointError(f"the checkpoint {self.folder} is damaged: it lacks {key}")
+        return entry

@@ -1,5 +1,6 @@
 """What any checkpoint holds, ours or of another library: packed values, and tensors read one by one."""
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,11 +20,10 @@ from zero_optim.checkpoint.content import (
     RankContent,
     model_parts,
 )
-from zero_optim.checkpoint.data import CheckpointReader, lazy, loaded, with_strides
-from zero_optim.checkpoint.files import open_part, write_all
+from zero_optim.checkpoint.data import CheckpointReader, fill, is_lazy, lazy
+from zero_optim.checkpoint.files import open_part
 from zero_optim.checkpoint.objects import positional
 from zero_optim.checkpoint.values import Json, key_of, unpack
-from zero_optim.comm.wire import memory_of
 from zero_optim.errors import CheckpointError, StateMismatchError
 from zero_optim.plan.groups import options_of
 from zero_optim.probe.saved import BESIDE
@@ -39,7 +39,7 @@ _LEAST_MAPPED_NBYTES = 4096  # smaller tensors stay in memory
 def of_reader(reader: CheckpointReader) -> RankContent:
     """Take a checkpoint of `save` that is open."""
     tensors = {
-        key: lazy(entry.dtype, entry.shape, partial(reader.read_tensor, key))
+        key: lazy(entry.dtype, entry.shape, partial(reader.fill, key, 0))
         for key, entry in reader.manifest.entries.items()
     }
     return RankContent(dict(reader.manifest.values), tensors)
@@ -182,31 +182,31 @@ def state_dict_of(
 
 
 def mapping(source: RankContent, out: Path) -> Callable[[str, Sequence[int]], Tensor]:
-    """Return a function that reads tensors, and maps large ones from temporary files next to ``out``."""
+    """Return a function that reads tensors, large ones into temporary files next to ``out``, mapped."""
 
     def get(key: str, strides: Sequence[int]) -> Tensor:
-        tensor = with_strides(loaded(source.tensors[key]), strides)
-        if tensor is source.tensors[key] and tensor.untyped_storage().nbytes() == tensor.nbytes:
+        tensor = source.tensors[key]
+        is_all = not is_lazy(tensor) and tensor.untyped_storage().nbytes() == tensor.nbytes
+        if is_all and (tensor.stride() == tuple(strides) or not tensor.numel()):
             return tensor  # `torch.load` has mapped it
-        if tensor.nbytes < _LEAST_MAPPED_NBYTES:
-            return tensor.clone()
+        memory = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu")
         try:
-            return _through_file(tensor, out)
+            if tensor.nbytes >= _LEAST_MAPPED_NBYTES:
+                memory = _in_file(tensor.nbytes, out)
         except OSError as error:
             raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
+        return fill(memory.view(tensor.dtype).as_strided(tensor.shape, strides), tensor)
 
     return get
 
 
-def _through_file(tensor: Tensor, out: Path) -> Tensor:
+def _in_file(nbytes: int, out: Path) -> Tensor:
     path, file = open_part(out)
     try:
         with file:
-            run: Any = memory_of(tensor).numpy()
-            write_all(file, memoryview(run))
-        # It keeps no file open, of which a process may have few.
-        memory = torch.from_file(str(path), size=tensor.nbytes, dtype=torch.uint8, device="cpu")
-        return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+            os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk raises here, not when it is written
+        # This keeps no file open, of which a process may have few.
+        return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
     finally:
         path.unlink(missing_ok=True)
 

@@ -29,7 +29,7 @@ def of_dcp(folder: Path) -> RankContent:
             continue
         if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
             raise ValueError(f"the chunks of {key} are not all of a tensor of shape {tuple(entry.size)}")
-        read = partial(_tensor, folder, metadata, key, entry)
+        read = partial(_fill, folder, metadata, key, entry)
         values[key] = lazy(entry.properties.dtype, entry.size, read)
     return source_of(_nested(values, metadata.planner_data or {}), folder)
 
@@ -48,15 +48,15 @@ def _loaded(folder: Path, metadata: meta.Metadata, index: meta.MetadataIndex) ->
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
-def _tensor(folder: Path, metadata: meta.Metadata, key: str, entry: meta.TensorStorageMetadata) -> Tensor:
-    whole = torch.empty(tuple(entry.size), dtype=entry.properties.dtype, device="cpu")
+def _fill(
+    folder: Path, metadata: meta.Metadata, key: str, entry: meta.TensorStorageMetadata, whole: Tensor
+) -> None:
     for chunk in entry.chunks:
         part = _loaded(folder, metadata, meta.MetadataIndex(key, chunk.offsets))
         if part.shape != chunk.sizes or part.dtype != whole.dtype:
             raise ValueError(f"a chunk of {key} has shape {tuple(part.shape)} of {part.dtype}")
         rows = [slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True)]
         whole[tuple(rows)].copy_(part)
-    return whole
 
 
 def _nested(values: Mapping[str, Any], paths: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.checkpoint.content import MODEL, OPTIMIZER, RankContent
-from zero_optim.checkpoint.data import lazy, loaded
+from zero_optim.checkpoint.data import fill, lazy
 from zero_optim.checkpoint.files import within
 from zero_optim.checkpoint.formats.unpickling import tolerant
 from zero_optim.checkpoint.sections import source_of
@@ -87,15 +88,15 @@ def _load(path: Path) -> Any:  # noqa: ANN401 - whatever was saved
 def _whole(parts: list[tuple[Tensor, int, int]], shape: Sequence[int]) -> Tensor:
     """Stand for a tensor whose elements lie in these runs of flat ones; the last may be padded."""
 
-    def read() -> Tensor:
+    def join(whole: Tensor) -> None:
         run = torch.cat([flat.narrow(0, start, numel) for flat, start, numel in parts])
-        return run[: math.prod(shape)].view(tuple(shape))
+        whole.copy_(run[: math.prod(shape)].view(tuple(shape)))
 
-    return lazy(parts[0][0].dtype, shape, read)
+    return lazy(parts[0][0].dtype, shape, join)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return lazy(dtype, tensor.shape, lambda: loaded(tensor).to(dtype))
+    return lazy(dtype, tensor.shape, partial(fill, tensor=tensor))
 
 
 def _sharded(optims: list[Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[_Entries, list[Any]]:
