@@ -16,7 +16,7 @@ from zero_optim.comm.encoding import dtype_name
 from zero_optim.comm.wire import all_copied_to_cpu
 from zero_optim.plan.groups import options_of
 from zero_optim.plan.partition import assign_owners
-from zero_optim.plan.pieces import Piece, is_whole, num_rows, piece_of, whole_piece
+from zero_optim.plan.pieces import Piece, Pieces, is_whole, num_rows, piece_of, whole_piece
 from zero_optim.plan.strides import kept_dtype
 from zero_optim.state.moving import CutState
 
@@ -94,13 +94,11 @@ class Place(NamedTuple):
 def places_of(tensors: Mapping[str, Tensor], objects: Objects, group: RankGroup) -> list[Place]:
     """Choose which rank writes or reads which rows of each tensor of a model; equal on every rank."""
     params = objects.optimizer.pieces() if objects.optimizer is not None else {}
-    held = {
-        each.stands_in.data_ptr(): each.pieces for each in objects.held.values() if each.stands_in.numel()
-    }
     of_memory = {param.data_ptr(): (param, pieces) for param, pieces in params.items() if param.numel()}
     of_memory.pop(0, None)  # of DTensors
-    chosen = {key: held[tensor.data_ptr()] for key, tensor in tensors.items() if tensor.data_ptr() in held}
-    loads = [0.0] * group.size
+    held = [each for each in objects.held.values() if each.stands_in.numel()]
+    of_memory.update((each.stands_in.data_ptr(), (each.stands_in, each.pieces)) for each in held)
+    chosen, loads = dict[str, Pieces](), [0.0] * group.size
     for key, tensor in tensors.items():
         if tensor.data_ptr() not in of_memory:
             continue

@@ -65,9 +65,5 @@ class _Tolerant(SafeUnpickler):
         return type(name, (Unknown,), {"__module__": module})
 
 
-def _load(file: Any, **_options: Any) -> Any:  # noqa: ANN401
-    return _Tolerant(file).load()
-
-
 # For torch.load(pickle_module=…): objects of unknown classes become `Unknown`.
-tolerant = SimpleNamespace(Unpickler=_Tolerant, load=_load, __name__="tolerant")
+tolerant = SimpleNamespace(Unpickler=_Tolerant, __name__="tolerant")
