@@ -217,22 +217,19 @@ def manifests(draw: st.DrawFn) -> Manifest:
     heads = {name: draw(st.integers(0, 99)) for name in names}
     ends = dict(heads)
 
-    def chunk(offsets: tuple[int, ...], sizes: tuple[int, ...], nbytes: int) -> Chunk:
+    def chunk(rows: tuple[int, int], nbytes: int) -> Chunk:
         name = draw(st.sampled_from(names))
         start = ends[name]
         ends[name] += nbytes
-        return Chunk(offsets, sizes, name, start, nbytes, draw(st.integers(0, 2**32 - 1)))
+        return Chunk(rows, name, start, nbytes, draw(st.integers(0, 2**32 - 1)))
 
     def entry() -> Entry:
         dtype, shape = draw(st.sampled_from(DTYPES)), tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
-        if not shape:
-            return Entry(dtype, (), (chunk((), (), dtype.itemsize),))
-        cuts = [0, *sorted(draw(st.lists(st.integers(0, shape[0]), max_size=2))), shape[0]]
         row = math.prod(shape[1:]) * dtype.itemsize
-        boxes = [
-            ((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])) for first, last in pairwise(cuts)
-        ]
-        return Entry(dtype, shape, tuple(chunk(*box, box[1][0] * row) for box in boxes))
+        if not shape:
+            return Entry(dtype, (), (chunk((0, 1), row),))
+        cuts = [0, *sorted(draw(st.lists(st.integers(0, shape[0]), max_size=2))), shape[0]]
+        return Entry(dtype, shape, tuple(chunk(rows, (rows[1] - rows[0]) * row) for rows in pairwise(cuts)))
 
     entries = {name: entry() for name in draw(st.sets(names_of_entries, max_size=4)) if names}
     return Manifest(
