@@ -298,7 +298,7 @@ PHASES = {
         _clip, "zero_optim.step.clip._exchanged", before=_begin_step, after=_step, raises_alone=True
     ),
     "consolidate": Phase(_consolidate, "zero_optim.state.moving.CutState", reshape=_reshape_state),
-    "load": Phase(lambda scene: scene.load("before"), "zero_optim.checkpoint.loading.place_own"),
+    "load": Phase(lambda scene: scene.load("before"), "zero_optim.step.leaves.entries_named"),
     "load_state_dict": Phase(
         _load_state, "zero_optim.state.dicts.check_fits", before=_consolidate_for_all, reshape=_reshape_loaded
     ),

@@ -399,7 +399,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Load what `owned_state` returned, dtypes kept, and options equal on every rank; all ranks call."""
         self.core.check_attached()
         self.wait_for_gathers()  # and for steps of a backward pass that broke off
-        dicts.load_owned(self.core, state, options)
+        dicts.load_owned(self.core, state, options)()
 
     # ------------------------------------------------------------------ process groups that end
 

@@ -27,6 +27,7 @@ from zero_optim.comm.wire import PIECE_NBYTES, memory_of
 from zero_optim.errors import StateMismatchError, message_of
 from zero_optim.health.watchdog import check_patience
 from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.state.dicts import load_owned
 
 
 def load(
@@ -111,11 +112,6 @@ def _load_from(members: Members, reader: CheckpointReader, objects: Objects, ran
         undo = undo_of(objects)
     try:
         with failing_together(members.everyone):
-            place_own(part)
-        with failing_together(members.everyone):  # it fails on all ranks of a replica alike
-            if optimizer is not None:
-                optimizer.load_owned_state(part.state, part.options)
-        with failing_together(members.everyone):
             with _fits("the model's extra state"):
                 objects.load_extra_state(part.rest)
             for name, value in objects.others.items():
@@ -124,10 +120,17 @@ def _load_from(members: Members, reader: CheckpointReader, objects: Objects, ran
             if RANDOM in part.sections:
                 with _fits("the random state"):
                     set_random_state(part.sections[RANDOM], objects.device)
+        finish = None
+        if optimizer is not None:
+            finish = load_owned(optimizer.core, part.state, part.options, members.everyone)
     except BaseException:
         undo.close()
         raise
     # Everything is checked now. Only a rank that dies can stop the load from here on.
+    with failing_together(members.everyone):
+        place_own(part)
+    if finish is not None:
+        finish()
     _share_model(members.group, part)
     if optimizer is not None:
         optimizer.gather_parameters()

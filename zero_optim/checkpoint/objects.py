@@ -259,28 +259,29 @@ def _cuda(device: torch.device | None) -> torch.device:
 
 
 def undo_of(objects: Objects) -> ExitStack:
-    """Copy what a load will change; closing the result restores it. Tensors of the model are not copied."""
+    """Copy what a load changes before the optimizer, which undoes its own; closing the result restores it."""
     undo, device = ExitStack(), objects.device  # what is added last is restored first
     undo.callback(set_random_state, random_state(device), device)
     if objects.optimizer is not None:
         objects.optimizer.wait_for_gathers()  # and for steps of a backward pass that broke off
-        undo.callback(objects.optimizer.core.remember())
+        for group in objects.optimizer.param_groups:  # a scheduler may write to them
+            undo.callback(_put_back, group, dict(group))
     rest = {name: value for name, value in objects.model_state().items() if not isinstance(value, Tensor)}
     if rest:
-        undo.callback(_load_again, objects.load_extra_state, deepcopy(rest), {}, {})
-    for value in objects.others.values():  # restoring a scheduler may write to its optimizer
+        undo.callback(_load_again, objects.load_extra_state, deepcopy(rest))
+    for value in objects.others.values():
         attributes = getattr(value, "__dict__", {})
-        undo.callback(
-            _load_again, value.load_state_dict, deepcopy(value.state_dict()), attributes, dict(attributes)
-        )
+        if attributes:
+            undo.callback(_put_back, attributes, dict(attributes))
+        undo.callback(_load_again, value.load_state_dict, deepcopy(value.state_dict()))
     return undo
 
 
-def _load_again(
-    load: Callable[[Any], object], state: object, attributes: dict[str, Any], before: dict[str, Any]
-) -> None:
+def _load_again(load: Callable[[Any], object], state: object) -> None:
     with suppress(Exception):  # the error that led to the undo is the one to report
         load(state)
-    if before:
-        attributes.clear()
-        attributes.update(before)
+
+
+def _put_back(mapping: dict[str, Any], before: dict[str, Any]) -> None:
+    mapping.clear()
+    mapping.update(before)

@@ -7,7 +7,7 @@ Note [Whole state]
 """
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import inner_tensors
 from zero_optim.comm.mesh import RankMesh
-from zero_optim.dtensor.placement import local_rows
 from zero_optim.health.stamps import Call
 from zero_optim.plan.groups import (
     ParamGroup,
@@ -291,32 +290,11 @@ class Core:
         return {param: CutState(tuple(param.shape), pieces[param], names) for param, names in shaped.items()}
 
     def take_over(
-        self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool, is_new: bool = False
-    ) -> None:
-        """Replace this rank's state and options; all ranks call, and fail together."""
+        self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool, everyone: RankGroup | None
+    ) -> Callable[[], None]:
+        """Replace this rank's state and options, and return what is left to do, as `OwnedState.load`."""
         self.engine.under_way.wait()  # gathers read the parameters, which masters are written to
-        self.owned.load(owned, groups, exact=exact)
+        finish = self.owned.load(owned, groups, exact=exact, everyone=everyone)
         self.groups = groups
         self.show_state()
-        self.snapshot.changed(is_new=is_new)
-
-    def remember(self) -> Callable[[], None]:
-        """Copy this rank's state, options and parameters; return a function that restores them."""
-        self.engine.under_way.wait()
-        put_back = self.owned.remember([p for p in self.own_params() if p not in self.inputs.held])
-        rows = list(map(local_rows, self.inputs.held))
-        values = [each.clone() for each in rows]
-        groups = [(group, dict(group), list(group["params"])) for group in self.groups]
-        state, snapshot = self.state, copy(self.snapshot)
-
-        def undo() -> None:
-            put_back()
-            for each, value in zip(rows, values, strict=True):
-                each.copy_(value)
-            for group, options, params in groups:
-                group.clear()
-                group.update(options, params=params)
-            self.groups = [group for group, _, _ in groups]
-            self.state, self.snapshot = state, snapshot
-
-        return undo
+        return finish

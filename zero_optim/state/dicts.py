@@ -118,19 +118,30 @@ def load(
     agree(group, described, "the options of the state dict")
     everywhere = map_tensors(beside["everywhere"], copied)
     is_new = beside["is_new"] and not core.owned.local.initial_state(core.groups)
-    core.take_over({**owned, **everywhere}, groups, exact=False, is_new=is_new)
+    core.take_over({**owned, **everywhere}, groups, exact=False, everyone=None)()
+    core.snapshot.changed(is_new=is_new)
 
 
-def load_owned(core: Core, state: Mapping[Any, Any], options: Sequence[Mapping[str, Any]]) -> None:
-    """Load this rank's state, as `Core.own_state` returns it; all ranks call. Tensors keep their dtypes."""
-    with failing_together(core.group):
+def load_owned(
+    core: Core,
+    state: Mapping[Any, Any],
+    options: Sequence[Mapping[str, Any]],
+    everyone: RankGroup | None = None,
+) -> Callable[[], None]:
+    """Load this rank's state, as `Core.own_state` returns it; all ranks call. Tensors keep their dtypes.
+
+    Returns what loads masters and averages, and cannot fail: the caller may set the parameters before.
+    """
+    with failing_together(core.group if everyone is None else everyone):
         core.check_weights()
         core.owned.local.check_dicts()
         if not isinstance(state, Mapping):
             raise TypeError(f"expected a mapping as owned_state() gives it, got {type(state).__name__}")
         groups = core.with_options(options)
         core.check_cuts(groups)
-    core.take_over(state, groups, exact=True)
+    finish = core.take_over(state, groups, exact=True, everyone=everyone)
+    core.snapshot.changed()
+    return finish
 
 
 def check_targets(to: object, num_ranks: int) -> list[int]:

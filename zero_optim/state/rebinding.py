@@ -191,7 +191,7 @@ def _go_over(core: Core, group: RankGroup, inputs: PlanInputs, *, keep_state: bo
     owned = new_owned(group, new, average, sharding.owned(params, plan), local_over)
     if holders is not None:
         of_params = {params[index]: entries for index, entries in state.items()}
-        owned.load({**of_params, **everywhere}, groups, exact=True)
+        owned.load({**of_params, **everywhere}, groups, exact=True, everyone=None)()
     # Everything is checked now. Only a rank that dies can stop it from here on.
     snapshot = Snapshot() if holders is None else core.snapshot.at(holders.age, holders.steps)
     there = replace(core, ranks=group, inputs=inputs, sharding=sharding, owned=owned, groups=groups)

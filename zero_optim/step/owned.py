@@ -121,21 +121,14 @@ class OwnedState:
         self.leaves.release()
         self.average.add(owned)
 
-    def remember(self, owned: Sequence[Tensor]) -> Callable[[], None]:
-        """Copy owned parameters and record what `load` replaces; returns a function that restores both."""
-        undo_load = self.local.remember()
-        beside = [*self.leaves.masters.values(), *self.average.averages.values()]
-        copies = [tensor.detach().clone() for tensor in (*map(self.leaves.rows, owned), *beside)]
+    def load(
+        self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool, everyone: RankGroup | None
+    ) -> Callable[[], None]:
+        """Replace the state by the owned part of a whole one, on all ranks or none; all ranks call.
 
-        def undo() -> None:
-            undo_load()
-            for tensor, copy in zip([*map(self.leaves.rows, owned), *beside], copies, strict=True):
-                tensor.data.copy_(copy)
-
-        return undo
-
-    def load(self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool) -> None:
-        """Replace the state by the owned part of a whole one, on all ranks or none; all ranks call."""
+        ``everyone`` fails together, by default the group. Returns what loads masters and averages, which
+        cannot fail any more: the caller may set the parameters before.
+        """
         params = {param for group in groups for param in group["params"]}
         entries = {param: own for param, own in owned.items() if isinstance(own, dict) and param in params}
         of_leaves: dict[Any, Any] = {}
@@ -149,14 +142,18 @@ class OwnedState:
         undo = self.local.remember()
         self.leaves.follow()  # the class's own load may read them
         try:
-            with failing_together(self._group):
+            with failing_together(self._group if everyone is None else everyone):
                 masters = self.leaves.taken_from(entries)
                 averages = self.average.taken_from(entries)
                 self.local.load(groups, of_leaves, exact=exact)
-        except Exception:
+        except BaseException:
             undo()
             raise
         finally:
             self.leaves.release()
-        self.leaves.load(masters)
-        self.average.load(averages)
+
+        def finish() -> None:
+            self.leaves.load(masters)
+            self.average.load(averages)
+
+        return finish
