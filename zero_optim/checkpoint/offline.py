@@ -7,20 +7,14 @@ from io import BufferedRandom, FileIO
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zero_optim.checkpoint.content import MODEL, OPTIMIZER, RANDOM, RankContent, model_parts
 from zero_optim.checkpoint.data import DTYPES, Box, CheckpointReader, box_of, bytes_of, lay_out, write_tensors
 from zero_optim.checkpoint.files import FolderLock, remove_stale_parts, replacing, write_all
 from zero_optim.checkpoint.folder import complete, new_token, own_folder
 from zero_optim.checkpoint.manifest import VERSION, Manifest, blamed_on, parse
-from zero_optim.checkpoint.sections import (
-    mapping,
-    model_of,
-    of_file,
-    of_reader,
-    sections_of,
-    state_dict_of,
-    torch_save,
-)
+from zero_optim.checkpoint.sections import mapping, model_of, of_file, of_reader, sections_of, state_dict_of
 from zero_optim.checkpoint.values import kinds_in
 from zero_optim.errors import CheckpointError, StateMismatchError, ZeroOptimError, message_of
 
@@ -82,8 +76,12 @@ def _writing(out: Path) -> Iterator[None]:
 
 
 def _save(whole: object, file: FileIO) -> None:
+    """Call ``torch.save``; where its RuntimeError hides that a write failed, raise the OSError."""
     buffered = BufferedRandom(file)  # a write writes everything
-    torch_save(whole, buffered)
+    try:
+        torch.save(whole, buffered)
+    except RuntimeError as error:
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
     buffered.detach()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -209,11 +209,3 @@ def _in_file(nbytes: int, out: Path) -> Tensor:
         return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
     finally:
         path.unlink(missing_ok=True)
-
-
-def torch_save(value: object, file: IO[bytes]) -> None:
-    """Call ``torch.save``; where its RuntimeError hides that a write failed, raise the OSError."""
-    try:
-        torch.save(value, file)
-    except RuntimeError as error:
-        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
