@@ -25,7 +25,7 @@ from zero_optim.comm.encoding import Nested
 from zero_optim.comm.traffic import Timeout
 from zero_optim.comm.wire import PIECE_NBYTES, memory_of
 from zero_optim.errors import StateMismatchError, message_of
-from zero_optim.health.watchdog import check_patience
+from zero_optim.health.watchdog import check_patience, watching
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.state.dicts import load_owned
 
@@ -65,7 +65,7 @@ def load(
         TypeError, ValueError: on every rank, if an argument is wrong on any rank.
     """
     members = Members.of(model, optimizer, process_group, timeout)
-    with members.doing("checkpoint.load()"):
+    with watching(members.everyone), members.group.doing("checkpoint.load()"):
         with failing_together(members.everyone):
             check_patience(timeout)
             check_group(process_group)

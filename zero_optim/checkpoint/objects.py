@@ -18,7 +18,7 @@ from zero_optim.comm.backends import devices_of
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.dtensor.placement import chunks_of, is_dtensor, local_rows
-from zero_optim.health.watchdog import patient, watching
+from zero_optim.health.watchdog import patient
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Pieces
 from zero_optim.plan.strides import contiguous_strides
@@ -55,12 +55,6 @@ class Members:
     def everyone(self) -> RankGroup:
         """All ranks, of all replicas."""
         return self.group if self.mesh is None else self.mesh.everyone
-
-    @contextmanager
-    def doing(self, call: str) -> Iterator[None]:
-        """Tell the watchdog and the other ranks what is being called."""
-        with watching(self.everyone), self.group.doing(call):
-            yield
 
 
 def check_group(process_group: object) -> None:

@@ -198,7 +198,7 @@ def _agree(
     """List what this rank will write, once all ranks agree; the arguments are those of `save`."""
     model, optimizer, *_ = parts
     members = Members.of(model, optimizer, process_group, timeout)
-    with members.doing(f"checkpoint.{call}"):
+    with watching(members.everyone), members.group.doing(f"checkpoint.{call}"):
         with failing_together(members.everyone):
             check_patience(timeout)
             check_group(process_group)
