@@ -11,7 +11,7 @@ Note [Rebinding is building anew]
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +23,7 @@ from zero_optim.comm.agreement import agree, check_flags, failing_together, take
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import ranks_by_value, ranks_text
 from zero_optim.errors import LostStateError, RankMismatchError
-from zero_optim.plan.groups import names_text, options_of, param_names, short_names
+from zero_optim.plan.groups import ParamGroup, names_text, options_of, param_names, short_names
 from zero_optim.plan.pieces import Piece, Pieces, num_rows
 from zero_optim.plan.plan import describe_params
 from zero_optim.shard.bucket import Bucket
@@ -32,7 +32,6 @@ from zero_optim.state.building import new_leaves, new_owned, new_sharding, plann
 from zero_optim.state.core import Core
 from zero_optim.state.moving import RowMap, move, sent_by
 from zero_optim.state.options import GroupOptions, PlanInputs
-from zero_optim.state.snapshot import Snapshot
 from zero_optim.step.local import LocalOptimizer
 
 _GO_BACK = (
@@ -72,28 +71,19 @@ def shard_parameters(core: Core, store: Store) -> list[Bucket]:
                     "into one, or give each an optimizer"
                 )
             inputs.options.check_rows()
+            core.check_weights()
         agree(group, [f"offload={store.rows.description}"], "where a rank keeps what it owns")
         core.engine.under_way.wait()
         former = core.engine.buckets
-        with failing_together(group):
-            core.check_weights()
         _go_over(core, group, replace(inputs, store=store), keep_state=True)
     return former
 
 
-@dataclass(frozen=True, slots=True)
-class _StateSources:
-    """Who holds the state; if it ``shares``, the ``first`` sends options and global entries to the others."""
+def _find_holders(core: Core, group: RankGroup, everywhere: object) -> tuple[dict[int, Any], list[Pieces]]:
+    """Find who holds the state, by reports, and which pieces of each parameter; nothing if all ranks are new.
 
-    first: int
-    age: int
-    steps: int
-    pieces: list[Pieces]
-    shares: bool
-
-
-def _find_sources(core: Core, group: RankGroup, everywhere: object) -> _StateSources | None:
-    """Find who holds the state, None if all ranks are new; raises on every rank unless it is one state."""
+    Raises on every rank unless it is one state.
+    """
     pieces, snapshot = [core.sharding.piece_here(param) for param in core.params], core.snapshot
     rows = [[index, piece.start, piece.stop] for index, piece in enumerate(pieces) if piece is not None]
     mine = {"age": snapshot.age, "is_torn": snapshot.is_torn, "steps": snapshot.steps, "rows": rows}
@@ -107,7 +97,7 @@ def _find_sources(core: Core, group: RankGroup, everywhere: object) -> _StateSou
         )
     holders = {rank: each for rank, each in enumerate(everyone) if each["age"] > 0}
     if not holders:
-        return None
+        return {}, []
     ages = ranks_by_value({rank: each["age"] for rank, each in holders.items()})
     if len(ages) > 1:
         moments = "; ".join(f"{ranks_text(ranks)} after {age} steps or loads" for age, ranks in ages.items())
@@ -120,17 +110,14 @@ def _find_sources(core: Core, group: RankGroup, everywhere: object) -> _StateSou
                     f"ranks disagree about the options of the optimizer: rank {first} has {one}; "
                     f"rank {rank} has {other}"
                 )
-    shares = len(holders) < group.size or any(each["has_everywhere"] for each in holders.values())
-    steps = max(each["steps"] for each in holders.values())
-    held = _pieces_of(core, {rank: each["rows"] for rank, each in holders.items()})
-    return _StateSources(first, holders[first]["age"], steps, held, shares)
+    return holders, _pieces_of(core, holders)
 
 
-def _pieces_of(core: Core, holders: Mapping[int, list[list[int]]]) -> list[Pieces]:
-    """List each parameter's pieces by holder of [parameter, start, stop]; raises unless each row has one."""
+def _pieces_of(core: Core, holders: Mapping[int, Any]) -> list[Pieces]:
+    """List each parameter's pieces; raises unless each row has one holder."""
     of_param: list[list[Piece]] = [[] for _ in core.params]
-    for rank, of_rank in holders.items():
-        for index, *rows in of_rank:
+    for rank, each in holders.items():
+        for index, *rows in each["rows"]:
             of_param[index].append(Piece(rank, *rows))
     lost = []
     for name, param, some in zip(param_names(core.groups), core.params, of_param, strict=True):
@@ -167,21 +154,14 @@ def _go_over(core: Core, group: RankGroup, inputs: PlanInputs, *, keep_state: bo
         about = [*inputs.options.describe(), *local.describe_specs(), f"cuts of groups {may_cut}"]
         items = [f"keep_state={keep_state}", *describe_params(core.groups), *about]
     agree(group, items, "the optimizers to be bound to one group")
-    holders, groups = _find_sources(core, group, everywhere) if keep_state else None, core.groups
-    if holders is not None and holders.shares:  # the first holder's options, and global entries
-        shared, is_first = {}, group.rank == holders.first
-        if is_first:
-            shared = {"options": list(map(options_of, groups)), "everywhere": everywhere}
-        shared = sent_by(group, holders.first, shared, "the options")
-        groups = groups if is_first else core.with_options(shared["options"])
-        everywhere = shared["everywhere"]
+    holders, held = _find_holders(core, group, everywhere) if keep_state else ({}, [])
+    groups, everywhere = _shared(core, group, holders, everywhere)
     costs = [inputs.costs.__getitem__] * len(groups)
     again = GroupOptions(costs, may_cut, local.specs(), local.default, inputs.options)
     sharding, (new, average) = new_sharding(inputs, group), new_leaves(inputs)
     plan = planned(sharding, again, local.compared(groups), leaves, about)
-    state, values = dict[int, Any](), dict[int, Any]()
-    if holders is not None:
-        state, values = _moved(core, group, core.row_map(holders.pieces, plan.pieces), own)
+    rows = core.row_map(held, plan.pieces) if holders else None
+    state, values = ({}, {}) if rows is None else _moved(core, group, rows, own)
 
     def local_over(leaf_of: dict[Tensor, Tensor]) -> LocalOptimizer:
         built, pieces = local.again(groups, leaf_of), dict(zip(params, plan.pieces, strict=True))
@@ -189,18 +169,35 @@ def _go_over(core: Core, group: RankGroup, inputs: PlanInputs, *, keep_state: bo
         return built
 
     owned = new_owned(group, new, average, sharding.owned(params, plan), local_over)
-    if holders is not None:
+    if holders:
         of_params = {params[index]: entries for index, entries in state.items()}
         owned.load({**of_params, **everywhere}, groups, exact=True, everyone=None)()
     # Everything is checked now. Only a rank that dies can stop it from here on.
-    snapshot = Snapshot() if holders is None else core.snapshot.at(holders.age, holders.steps)
+    age, steps = (max((each[key] for each in holders.values()), default=0) for key in ("age", "steps"))
     there = replace(core, ranks=group, inputs=inputs, sharding=sharding, owned=owned, groups=groups)
-    core.become(replace(there, snapshot=snapshot))
+    core.become(replace(there, snapshot=core.snapshot.at(age, steps)))
     with torch.no_grad():
         for index, entries in values.items():
             owned.leaves.rows(params[index]).copy_(entries[_VALUES])
     core.engine.bind(group, inputs.options.own_options)
     core.engine.add(sharding.add(params, plan, short_names(groups)))
+
+
+def _shared(
+    core: Core, group: RankGroup, holders: Mapping[int, Any], everywhere: dict[Any, Any]
+) -> tuple[list[ParamGroup], dict[Any, Any]]:
+    """Return groups and global entries, those of the first holder if some rank may have none or others."""
+    if (
+        all(rank in holders and not holders[rank]["has_everywhere"] for rank in range(group.size))
+        or not holders
+    ):
+        return core.groups, everywhere
+    first, shared = min(holders), dict[str, Any]()
+    if group.rank == first:
+        shared = {"options": list(map(options_of, core.groups)), "everywhere": everywhere}
+    shared = sent_by(group, first, shared, "the options")
+    groups = core.groups if group.rank == first else core.with_options(shared["options"])
+    return groups, shared["everywhere"]
 
 
 def _moved(
