@@ -123,9 +123,9 @@ def convert(source: Path, out: Path, to: str, *, force: bool = False) -> None:
 
     The source is a checkpoint of `save`, ``dcp.save`` or DeepSpeed, or a file of ``torch.save``. ``to`` is
     "torch", a file with state by index, "torch-names", by name, or "zero-optim", a checkpoint as one rank
-    saves it.
-    CheckpointError if the source is damaged or ``out`` cannot be written; StateMismatchError if the format
-    cannot carry all of it; ValueError if ``out`` exists, unless ``force`` replaces a file or checkpoint.
+    saves it. CheckpointError if the source is damaged or ``out`` cannot be written; StateMismatchError if the
+    format cannot carry all of it; ValueError if ``out`` exists, unless ``force`` replaces a file or
+    checkpoint.
     """
     if to not in FORMATS:
         raise ValueError(f"expected a format of {', '.join(FORMATS)}, got {to!r}")

@@ -189,23 +189,23 @@ def mapping(source: RankContent, out: Path) -> Callable[[str, Sequence[int]], Te
         is_all = not is_lazy(tensor) and tensor.untyped_storage().nbytes() == tensor.nbytes
         if is_all and (tensor.stride() == tuple(strides) or not tensor.numel()):
             return tensor  # `torch.load` has mapped it
-        memory = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu")
-        try:
-            if tensor.nbytes >= _LEAST_MAPPED_NBYTES:
-                memory = _in_file(tensor.nbytes, out)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
+        memory = _new_memory(tensor.nbytes, out)
         return fill(memory.view(tensor.dtype).as_strided(tensor.shape, strides), tensor)
 
     return get
 
 
-def _in_file(nbytes: int, out: Path) -> Tensor:
-    path, file = open_part(out)
+def _new_memory(nbytes: int, out: Path) -> Tensor:
+    if nbytes < _LEAST_MAPPED_NBYTES:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     try:
-        with file:
-            os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk raises here, not when it is written
-        # This keeps no file open, of which a process may have few.
-        return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
-    finally:
-        path.unlink(missing_ok=True)
+        path, file = open_part(out)
+        try:
+            with file:
+                os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk raises here, not at a write
+                # This keeps no file open, of which a process may have few.
+                return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
+        finally:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
