@@ -128,8 +128,8 @@ def test_a_save_whose_thread_is_told_to_end_raises_on_every_rank(
     run = Run(tmp_path / "last")
     here = dist.get_rank() == 1
     raises = pytest.raises(CheckpointError, match=f"in the background was ended by {kind.__name__}")
-    for name, is_hit in (("write_tensors", here), ("watching", True)):
-        planted = mock.patch.object(saving, name, side_effect=kind) if is_hit else nullcontext()
+    for place, name, is_hit in ((saving, "write_tensors", here), (saving._Save, "write", True)):
+        planted = mock.patch.object(place, name, side_effect=kind) if is_hit else nullcontext()
         with planted, raises:
             run.save(in_background)
     run.check(1)
