@@ -10,15 +10,11 @@
 PYTHON ?= python3
 ARGS ?=
 TORCH ?=
-# The PyTorch of TORCH=newest: make test TORCH=newest, make late TORCH=newest. docs/versions.md says what was run.
+# The PyTorch of TORCH=newest: make test TORCH=newest. docs/versions.md says what was run.
 NEWEST := 2.15.0
 override TORCH := $(TORCH:newest=$(NEWEST))
-SEEDS ?= 1 2 3
 # Test processes at a time. Each has a pool of ranks of its own; the tests of a file stay together.
 WORKERS ?= 2
-
-# What `make late` runs: everything that the ranks of the pool do with the optimizer, DDP, hooks and checkpoints.
-LATE := $(foreach name,parity precision clip savers lazy_gather gather_lanes overlap_* ddp_* sharded_* fully_sharded* hooks_* checkpoint* cut* rebind* stamps state* join mesh mesh_checkpoints unit_stamps,tests/test_$(name).py)
 
 # With the PyTorch of constraints.txt, or with another one, beside it: make test TORCH=2.8.0
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
@@ -34,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes import the same modules
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all exhaustive late sockets integrations gpu bench lint style types imports format docs release clean
+.PHONY: help train test test-all exhaustive sockets integrations gpu bench lint style types imports format docs release clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -52,10 +48,6 @@ test-all: $(STAMP)  ## run the slow tests too: compilers, notebooks, all classes
 
 exhaustive: $(STAMP)  ## run every case of what test-all shows for some: kills, failures, the GPU suite on the CPU
 	$(PYTEST) -m exhaustive $(ARGS)
-
-late: $(STAMP)  ## run what communicates with collectives as late as they may, minutes for each of SEEDS='1 2 3'
-	@for seed in $(SEEDS); do \
-	    $(PYTEST) -m "not slow and not exhaustive" --late-seed $$seed $(LATE) $(ARGS) || exit 1; done
 
 # What `make sockets` runs, minutes: bits, recipes and faults, where ranks of one host do not share memory.
 SOCKETS := $(foreach name,parity clip costs metrics ddp_bits ddp_join hooks_rows hooks_to_owners lazy_gather overlap_hooks overlap_inline overlap_training overlap_uneven row_sum sharded_training fully_sharded fully_sharded_state mesh mesh_checkpoints join stalled,tests/test_$(name).py)

@@ -15,22 +15,9 @@ from pool import Pool, Ranks
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the options that run the ranks of all tests elsewhere than on the CPU over gloo."""
     parser.addoption(
-        "--late-seed",
-        type=int,
-        help="run collectives as late as they may, with delays from this seed; see tests/late_backend.py",
-    )
-    parser.addoption(
         "--sockets", action="store_true", help="not through memory, see zero_optim.share_host_memory"
     )
     parser.addoption("--device", default="cpu", help="where tests put their tensors; see tests/on_device.py")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips what cannot run on the backend that lies in wait, with its reason."""
-    for item in items if config.getoption("--late-seed") is not None else ():
-        mark = item.get_closest_marker("not_late")
-        if mark is not None:
-            item.add_marker(pytest.mark.skip(reason=f"not on the late backend: {mark.args[0]}"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -64,7 +51,7 @@ def no_process_left() -> Iterator[None]:
 
 def pool_of(config: pytest.Config, context: Any) -> Pool:
     """A pool as the command line asks for it."""
-    return Pool(context, config.getoption("--late-seed"), config.getoption("--device"))
+    return Pool(context, config.getoption("--device"))
 
 
 @pytest.fixture(autouse=True)

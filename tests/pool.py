@@ -91,14 +91,12 @@ def on_ranks(
 class Pool:
     """Worker processes for any world size: rank r of a call runs on worker r."""
 
-    def __init__(
-        self, context: BaseContext | None = None, late_seed: int | None = None, device: str = "cpu"
-    ) -> None:
+    def __init__(self, context: BaseContext | None = None, device: str = "cpu") -> None:
         # Spawned processes hash strings differently, as the ranks of a real run do. So tests notice code that
         # goes through a set in another order on each rank. Forked processes hash equally, but start in
         # milliseconds.
         self._context = context or multiprocessing.get_context("spawn")
-        self._where = late_seed, device
+        self._device = device
         self._folder = tempfile.TemporaryDirectory(prefix="zero-optim-ranks-")
         # Port 0: the system picks a free port, so several test runs can run at the same time.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -134,7 +132,7 @@ class Pool:
                 # The group's timeout is longer than the call's, so a hang is reported with stacks.
                 limit = timeout + 60.0
                 request = Request(
-                    call, rank, world_size, group_name, limit, filters, *self._where, sockets.ALONE
+                    call, rank, world_size, group_name, limit, filters, self._device, sockets.ALONE
                 )
                 self._workers[rank].connection.send_bytes(pickle.dumps(request))
             replies = self._collect(ranks, timeout)

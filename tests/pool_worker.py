@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import late_backend
 import sockets
 from on_device import on_device
 from zero_optim.run.rank import destroy_group, end_with_parent, use_loopback
@@ -44,7 +43,6 @@ class Request:
     group_name: str
     group_timeout: float  # seconds
     filters: list[Filter]
-    late_seed: int | None  # of the backend that lies in wait; None for gloo
     device: str  # type of the device that tests run on
     on_sockets: bool  # and not through memory, see zero_optim.share_host_memory
 
@@ -125,11 +123,8 @@ def _in_process_group(
     stray: list[str],
 ) -> bytes:
     timeout = timedelta(seconds=request.group_timeout)
-    if request.late_seed is not None:
-        late_backend.register(request.late_seed)
-    backend = "gloo" if request.late_seed is None else late_backend.NAME
     dist.init_process_group(
-        backend, store=store, rank=request.rank, world_size=request.world_size, timeout=timeout
+        "gloo", store=store, rank=request.rank, world_size=request.world_size, timeout=timeout
     )
     sockets.keep_to(request.on_sockets)
     device = torch.device(request.device)

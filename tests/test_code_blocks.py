@@ -185,7 +185,6 @@ def train(names: Names) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
 @pytest.mark.parametrize(
     "script",
     [

@@ -128,10 +128,6 @@ def test_a_rank_reads_the_blocks_that_have_its_rows(ranks2: Ranks, ranks4: Ranks
 
 # ---------------------------------------------------------------------- through DCP
 
-NOT_LATE = pytest.mark.not_late(
-    "PyTorch's DCP asks a group which devices it serves, and one in Python cannot say"
-)
-
 
 def for_dcp(run: Run) -> dict[str, Any]:
     return {"model": run.model, "optimizer": checkpoint.OptimizerState(run.optimizer, run.model)}
@@ -155,7 +151,6 @@ def dcp_load_run(path: Path, cut: bool, expected: Whole) -> None:
         assert isinstance(value, int) or torch.equal(found["model"][name], value)
 
 
-@NOT_LATE
 def test_dcp_saves_the_rows_of_each_owner_and_loads_other_ones(
     ranks2: Ranks, ranks4: Ranks, tmp_path: Path
 ) -> None:

@@ -25,9 +25,6 @@ from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, Sh
 # torch.distributed.checkpoint imports what PyTorch deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 of_stages = pytest.mark.parametrize("stage", [1, 2, 3])
-not_late = pytest.mark.not_late(
-    "PyTorch's DCP asks a group which devices it serves, and one in Python cannot say"
-)
 
 
 def built(stage: int) -> tuple[Any, ZeroRedundancyOptimizer]:
@@ -83,7 +80,6 @@ def loaded(folder: Path, stage: int, way: str, steps: range) -> dict[str, Any]:
     return result
 
 
-@not_late
 @of_stages
 @pytest.mark.parametrize("way", ["whole", "sharded"])
 def test_what_two_ranks_save_one_and_four_load(

@@ -102,7 +102,6 @@ def test_pytorchs_hooks_give_what_they_give_on_pytorchs_wrapper() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.not_late("PyTorch's built-in hooks, in C++, take no future of a group in Python")
 def test_builtin_hooks_work() -> None:
     pair = Pair.of(mlp(), bucket_cap_mb=SMALL_MB)
     for model in pair:

@@ -119,7 +119,6 @@ def peak_of(stage: int, kind: type[nn.Module], options: dict[str, Any]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
 @pytest.mark.parametrize("kind", [Deep, Nested])
 @pytest.mark.parametrize(("size", "stage"), [(2, 1), (2, 2), (2, 3), ALL(4, 2), ALL(4, 3)])
 def test_the_peak_is_within_five_percent_of_what_is_measured(

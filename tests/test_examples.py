@@ -64,7 +64,6 @@ def sorted_by_fsdp2(folder: Path, steps: int) -> list[float]:
 
 @pytest.mark.slow
 @needs_muon
-@pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
 @pytest.mark.filterwarnings("ignore", "error:::zero_optim")
 def test_muon_trains_a_model_of_fsdp2_and_goes_on_from_its_checkpoint(pool: Pool, tmp_path: Path) -> None:
     first, second = pool.run(2, sorted_by_fsdp2, tmp_path, 15)

@@ -148,7 +148,6 @@ def train(folder: Path, steps: range, twin: dict[str, Any] | None) -> dict[str, 
 @needs_muon
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of DCP, of the wrapper of layers, and of the compiler
-@pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
 def test_a_loop_trains_and_resumes_on_more_ranks(ranks2: Ranks, ranks3: Ranks, tmp_path: Path) -> None:
     twin = ranks2.run(train, tmp_path / "of two", range(3), None, timeout=300)[0]
     ranks3.run(train, tmp_path / "of two", range(3, 5), twin, timeout=300)

@@ -107,7 +107,6 @@ def test_a_state_dict_that_one_rank_asks_for_wrongly_raises_on_all_and_changes_n
         loss_of(wrapped, 0).backward()
 
 
-@pytest.mark.not_late("a timeout ends waits of gloo, not of a group in Python")
 @on_ranks(2, forked=True)
 def test_unsharded_of_no_model_on_one_rank_is_told_after_the_timeout() -> None:
     model = Tower()

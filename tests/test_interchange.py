@@ -81,7 +81,6 @@ def fsdp() -> tuple[Any, Any]:
 
 
 @on_ranks(2)
-@pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
 @pytest.mark.parametrize("flat", [False, True])
 def test_what_fsdp2_saved_comes_in_and_training_goes_on(tmp_path: Path, flat: bool) -> None:
     model, optimizer = fsdp()
@@ -100,7 +99,6 @@ def test_what_fsdp2_saved_comes_in_and_training_goes_on(tmp_path: Path, flat: bo
 
 
 @on_ranks(2)
-@pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
 @pytest.mark.parametrize("cut", [False, True])
 def test_fsdp2_loads_what_is_converted_and_goes_on_and_what_it_saves_is_the_same(
     tmp_path: Path, cut: bool

@@ -161,7 +161,6 @@ def runs_on_streams(**options: Any) -> list[Found]:
     return on_model(lambda: MeshRun(**options))
 
 
-@pytest.mark.not_late("the model of streams has collectives of its own")
 def test_streams_wait_for_the_sums_across_replicas(ranks4: Ranks) -> None:
     for found in ranks4.run(partial(runs_on_streams, after=pass_again)):
         assert not found, found[0].text

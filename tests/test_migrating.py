@@ -82,7 +82,6 @@ def weights(model: Any) -> list[Tensor]:
 
 
 @on_ranks(2)
-@pytest.mark.not_late("PyTorch's DCP asks a group which devices it serves, and one in Python cannot say")
 @pytest.mark.parametrize("name", LEFT)
 def test_both_scripts_of_a_pair_end_with_the_same_weights(name: str, tmp_path: Path) -> None:
     # They add up the norm in another order.

@@ -22,8 +22,6 @@ from zero_optim import RankMismatchError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.compat.streams import HostCopy
 from zero_optim.ddp import FullyShardedDataParallel, PrecisionPolicy, unsharded
 
-pytestmark = pytest.mark.not_late("the model of streams has collectives of its own")
-
 CASES: dict[str, dict[str, Any]] = {
     "two passes, scaled, clipped": {"passes": 2, "scales": True, "clips": True},
     "wrapped first, computed in bfloat16": {

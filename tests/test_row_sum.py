@@ -137,7 +137,6 @@ def test_rows_of_uneven_lengths_have_the_sums_of_even_ones(at_once: bool, by_thr
 NBYTES = 2**20  # of a matrix
 
 
-@pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
 @pytest.mark.on_sockets("rows go whole there, and are added up in the rings")
 @on_ranks(4)
 @pytest.mark.parametrize(

@@ -103,7 +103,6 @@ def holds_little(num_passes: int, defers: bool, whole: bool) -> None:
     assert peak <= own + more + SLACK_NBYTES, (peak, own, bucket)
 
 
-@pytest.mark.not_late("it measures memory, and the late backend keeps copies of inputs")
 @pytest.mark.parametrize(
     ("size", "num_passes", "defers", "whole"),
     [

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from gpu.costs import only_own_stamps
 from gpu.setting import Here, fake_store
-from late_backend import NamedGroup, poison
 from sync_calls import cpu_as_accelerator
 
 NAME = "loopback"
@@ -116,7 +115,7 @@ class Work(dist.Work):
         return future
 
 
-class Loopback(NamedGroup):
+class Loopback(dist.ProcessGroup):
     """The group; see Note [Late loopback]."""
 
     def __init__(self, rank: int, size: int, line: Line) -> None:
@@ -219,11 +218,27 @@ class Loopback(NamedGroup):
     def barrier(self, opts: Any = None) -> Work:
         return self._issue([], [], lambda: None)
 
+    @property
+    def group_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
     def getBackendName(self) -> str:
         return NAME
 
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to agree on: it counts from the first collective."""
+
     def _get_sequence_number_for_group(self) -> int:
         return self._number
+
+
+def poison(tensors: Sequence[Tensor]) -> None:
+    """Fill tensors with NaN, or the byte of which NaN is made. ``data``: no version counter may notice."""
+    for tensor in tensors:
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.data.fill_(float("nan"))
+        else:
+            tensor.data.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
 
 
 def _fill(tensor: Tensor) -> None:
