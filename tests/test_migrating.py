@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
 from frameworks import as_torchrun_says
-from fully import Block, Tower, batch, whole
+from fully import Tower, batch, whole
 from pool import on_ranks
 from training import TORCH, LoRA
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
@@ -106,69 +106,6 @@ def test_both_scripts_of_a_pair_end_with_the_same_weights(name: str, tmp_path: P
         dist.barrier()
         state = torch.load(tmp_path / "theirs" / "optimizer.pt", weights_only=False)
         ours["optimizer"].load_state_dict(state)
-
-
-@on_ranks(2)
-def test_accumulated_passes_are_those_of_ddp(tmp_path: Path) -> None:
-    recipe = RECIPES["accumulation"]
-    local, owners = names(tmp_path), names(tmp_path)
-    exec(recipe, local)
-    exec(recipe.replace(', accumulate="local"', ""), owners)
-    plain = names(tmp_path)
-    model = DistributedDataParallel(plain["model"])
-    optimizer = AdamW(model.parameters(), lr=3e-4)
-    for number, inputs in enumerate(plain["batches"], 1):
-        with nullcontext() if number % 2 == 0 else model.no_sync():
-            (loss_of(model, inputs) / 2).backward()
-        if number % 2 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert all(map(torch.equal, local["model"].parameters(), model.parameters()))
-    for got, want in zip(owners["model"].parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
-
-
-@on_ranks(2)
-def test_masters_and_averages_are_those_of_plain_loops(tmp_path: Path) -> None:
-    known = names(tmp_path)
-    exec(RECIPES["masters and average"], known)
-    model = DistributedDataParallel(Tower().bfloat16())
-    masters = [param.detach().float().requires_grad_() for param in model.parameters()]
-    optimizer, averages = AdamW(masters, lr=3e-4), [master.detach().clone() for master in masters]
-    for inputs in known["batches"]:
-        loss_of(model, inputs).backward()
-        for param, master in zip(model.parameters(), masters, strict=True):
-            assert param.grad is not None
-            master.grad = param.grad.float()
-        optimizer.step()
-        model.zero_grad()
-        with torch.no_grad():
-            for param, master, average in zip(model.parameters(), masters, averages, strict=True):
-                param.copy_(master)
-                average.lerp_(master.detach(), 1 - 0.999)
-    for got, want in zip(known["model"].parameters(), model.parameters(), strict=True):
-        assert torch.equal(got, want)
-    for got, want in zip(known["averaged"], averages, strict=True):
-        assert torch.equal(got, want.bfloat16())
-
-
-@on_ranks(2)
-def test_lora_trains_as_with_ddp(tmp_path: Path) -> None:
-    known = names(tmp_path)
-    exec(RECIPES["LoRA"], known)
-    plain = names(tmp_path)
-    model = plain["model"].requires_grad_(False)
-    for block in model.blocks:
-        block.up = LoRA(block.up)
-    wrapped = DistributedDataParallel(model)
-    optimizer = AdamW([param for param in model.parameters() if param.requires_grad], lr=3e-4)
-    for inputs in plain["batches"]:
-        loss_of(wrapped, inputs).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    before = Block().state_dict()["up.weight"].shape
-    assert known["model"].blocks[0].up.layer.weight.shape == before
-    assert all(map(torch.equal, whole(known["model"]), whole(model)))
 
 
 PREAMBLE = """
