@@ -344,4 +344,5 @@ def test_a_pass_that_broke_off_is_told_of_in_the_next_forward_pass_though_the_en
         step(run, 1)
         acts.append(lambda: None)
         step(run, 2)
+    assert kind != "parameters" or run.model.units.nbytes_live() == 0
     assert_same_bits(whole(run.model), whole(expected.model))

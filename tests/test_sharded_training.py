@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 
 from overlap import Net, adamw, inputs, loss_of
 from parity_reference import InRankOrder
@@ -92,15 +91,6 @@ def test_averages_begin_at_the_weights_that_ranks_agree_on() -> None:
         with optimizer.averaged_weights():
             found.append([param.detach().clone() for param in model.parameters()])
             assert all(torch.equal(a, b) for a, b in zip(found[0], model.parameters(), strict=True))
-
-
-@on_ranks(2)
-def test_join_is_refused_on_every_rank_with_what_serves_instead() -> None:
-    wrapped, optimizer = Setting().sharded()
-    with pytest.raises(RuntimeError, match=r"ShardedDataParallel takes no part in Join: .* stage 1"):
-        Join([wrapped, optimizer])
-    loss_of(wrapped, 0).backward()
-    optimizer.step()
 
 
 NUM_PASSES = 3
