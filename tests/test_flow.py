@@ -1,7 +1,6 @@
 """Recipes as data, and what is under way."""
 
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -11,26 +10,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
-from fake_streams import fake_streams
-from zero_optim.compat.streams import StreamBeside
 from zero_optim.errors import StalledError
 from zero_optim.flow.flow import Flow, Worker
 from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import (
-    LAZY,
-    OVERLAP,
     RECIPES,
     ZERO1,
-    ZERO3,
     Moment,
     Operation,
     Placement,
-    Schedule,
 )
-from zero_optim.shard.engine import Engine
-from zero_optim.shard.task import Task
 
 
 def picture() -> str:
@@ -75,48 +65,6 @@ def test_a_schedule_that_cannot_train_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         replace(ZERO1, moments={**ZERO1.moments, moment: operations})
-
-
-class Recorded(Task):
-    """Writes down which operations are run on which buckets."""
-
-    def __init__(self) -> None:
-        self.done: list[tuple[str, int]] = []
-
-    def step(self, buckets: Sequence[Any]) -> None:
-        self.done += [("step", bucket.number) for bucket in buckets]
-
-    def to_gather(self, buckets: Sequence[Any]) -> Sequence[Any]:
-        self.done += [("gather", bucket.number) for bucket in buckets]
-        return ()
-
-
-class Scheduled:
-    """A bucket for an engine, with a row of the table."""
-
-    def __init__(self, number: int, schedule: Schedule, task: Recorded) -> None:
-        self.number, self.schedule = number, schedule
-        self._done = task.done
-
-    def arrive(self) -> None:
-        self._done.append(("wait", self.number))
-
-    def free(self) -> None:
-        self._done.append(("free", self.number))
-
-
-def test_a_moment_runs_what_stands_in_the_row_of_each_bucket_in_order() -> None:
-    task, engine = Recorded(), Engine()
-    buckets = [Scheduled(*each, task) for each in enumerate((ZERO1, LAZY, OVERLAP, ZERO3))]
-    engine.on(Moment.STEP, buckets, task)
-    engine.on(Moment.BUCKET_REDUCED, buckets, task)
-    engine.on(Moment.AFTER_FORWARD, buckets, task)
-    assert task.done == [
-        *(("step", 0), ("step", 1), ("step", 2), ("step", 3)),
-        *(("gather", 0), ("gather", 1), ("gather", 2), ("wait", 0), ("wait", 2)),
-        *(("step", 2), ("gather", 2)),
-        ("free", 3),
-    ]
 
 
 def started(log: list[str], name: str, error: Exception | None = None) -> Pending[None]:
@@ -232,37 +180,3 @@ def test_an_interrupted_wait_ends_when_the_thread_has_done_the_work() -> None:
     assert end.is_set()
     flow.wait()
     assert not flow
-
-
-def test_work_waits_on_a_stream_behind_the_callers_which_waits_for_it_once() -> None:
-    numbers: list[int] = []
-    with fake_streams() as accelerator:
-        main = accelerator.stack[0]
-
-        def wait(_: object) -> None:
-            assert {event.stream for event in accelerator.stack[-1].awaited} == {main}
-            numbers.append(len(accelerator.stack[-1].awaited))
-
-        flow = Flow(1, streams=StreamBeside())
-        for _ in range(2):
-            flow.start(lambda: Pending([], wait), device=torch.device("cpu"))
-        assert (numbers, main.awaited) == ([1], [])
-        for _ in range(2):
-            flow.wait()
-        assert [event.stream.name for event in main.awaited] == ["beside"]
-    assert numbers == [1, 2]
-
-
-def test_work_that_began_behind_the_callers_stream_does_not_wait_for_later_work_there() -> None:
-    with fake_streams() as accelerator:
-        beside = StreamBeside()
-        flow, numbers = Flow(1, streams=beside), list[int]()
-
-        def begin() -> Pending[None]:
-            with beside.behind(torch.device("cpu")):
-                return Pending([], lambda _: numbers.append(len(accelerator.stack[-1].awaited)))
-
-        for _ in range(3):
-            flow.start(begin, device=torch.device("cpu"), is_behind=True)
-        flow.wait()  # a broken-off pass may have been followed by anything
-    assert numbers == [1, 2, 4]

@@ -22,10 +22,7 @@ from zero_optim import CheckpointError
 from zero_optim.checkpoint import manifest
 from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, Manifest
 from zero_optim.comm import encoding, wire
-from zero_optim.plan.layout import whole
 from zero_optim.plan.partition import assign_buckets, assign_owners
-from zero_optim.plan.pieces import Piece
-from zero_optim.state.moving import CutState
 
 draw_the_same()
 
@@ -49,30 +46,6 @@ def test_owners_exist_and_loads_differ_by_no_more_than_one_item(groups: list[lis
 
 
 # ---------------------------------------------------------------------- layout
-
-numels_and_owners = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 5)), max_size=12)
-
-
-@given(numels_and_owners, st.sampled_from([1, 2, 8, 16, 64]))
-def test_a_layout_gives_every_element_one_aligned_place_in_its_owners_row(
-    params: list[tuple[int, int]], alignment: int
-) -> None:
-    numels, owners = [numel for numel, _ in params], [owner for _, owner in params]
-    layout = whole(numels, owners, alignment)
-    places = [
-        (extent.param, element)
-        for row in layout.rows
-        for extent in row.extents
-        for element in range(extent.offset, extent.end)
-    ]
-    assert Counter(param for param, _ in places) == +Counter(dict(enumerate(numels)))
-    assert len({element for _, element in places}) == len(places)
-    for row in layout.rows:
-        assert row.start % alignment == row.stop % alignment == 0
-        assert all(owners[extent.param] == row.owner for extent in row.extents)
-        assert all(extent.offset % alignment == 0 for extent in row.extents)
-    assert layout.numel - sum(numels) < alignment * max(len(numels), 1)
-
 
 # ---------------------------------------------------------------------- buckets
 
@@ -156,45 +129,6 @@ def test_a_nested_value_comes_back_as_it_was_sent(value: Any) -> None:
     for blank, tensor in zip(blanks, held, strict=True):
         wire.memory_of(blank).copy_(wire.memory_of(tensor))
     assert_same_value(encoding.decode(received, iter(blanks)), value)
-
-
-@st.composite
-def cut_tensors(draw: st.DrawFn) -> tuple[Tensor, CutState]:
-    """A dense tensor in any memory format, and pieces of it that rising ranks own."""
-    shape = (draw(st.integers(2, 6)), *draw(st.lists(st.integers(1, 4), max_size=3)))
-    order = draw(st.permutations(range(len(shape))))
-    held = torch.arange(float(math.prod(shape))).view([shape[dim] for dim in order])
-    tensor = held.permute([order.index(dim) for dim in range(len(shape))])
-    edges = sorted(draw(st.sets(st.integers(1, shape[0] - 1), min_size=1)))
-    bounds = list(pairwise([0, *edges, shape[0]]))
-    owners = sorted(draw(st.sets(st.integers(0, 99), min_size=len(bounds), max_size=len(bounds))))
-    pieces = tuple(Piece(owner, *rows) for owner, rows in zip(owners, bounds, strict=True))
-    return tensor, CutState(shape, pieces, frozenset({"avg"}))
-
-
-@given(cut_tensors(), st.data())
-def test_joining_gives_back_the_state_that_rows_were_picked_from(
-    made: tuple[Tensor, CutState], data: st.DataObject
-) -> None:
-    whole, cut = made
-    here = data.draw(st.sampled_from(cut.pieces)).owner
-    parts = {}
-    for piece in cut.pieces:
-        state = {"avg": whole, "step": torch.tensor(3.0), "count": torch.ones(1)}  # no row of the whole
-        rows = cut.picked(state, Piece(0, 0, len(whole)), piece.start, piece.stop)
-        assert set(cut.cut_entries(rows, piece)) == {"avg"}
-        parts[piece.owner] = rows
-        if piece.owner != here:  # as `wire.recv_encoded` does
-            skeleton, held = encoding.encode(rows, "state")
-            blanks = encoding.blank_tensors(skeleton)
-            for blank, tensor in zip(blanks, held, strict=True):
-                wire.memory_of(blank).copy_(wire.memory_of(tensor))
-            parts[piece.owner] = encoding.decode(skeleton, iter(blanks))
-    joined = cut.joined("parameter 7", parts)
-    assert torch.equal(joined["avg"], whole)
-    assert list(joined) == ["avg", "step", "count"]
-    assert joined["step"] == 3
-    assert joined["count"].shape == (1,)
 
 
 # ---------------------------------------------------------------------- manifest

@@ -21,25 +21,6 @@ def test_slices_and_rows_share_each_element_once(rows: tuple[int, ...]) -> None:
     assert [sum(parts) for parts in of_slices] == used
 
 
-def test_equal_rows_are_the_slices() -> None:
-    slices = Slices(1, (5, 5, 5))
-    assert slices.is_even
-    assert slices.slice == 5
-    assert slices.splits == ((0, 5, 0), (0, 5, 0))
-
-
-def test_other_slices_are_multiples_of_a_unit() -> None:
-    slices = Slices(0, (5, 6, 5))
-    assert not slices.is_even
-    assert slices.slice == UNIT
-
-
-def test_rows_adjoin_in_the_order_of_ranks() -> None:
-    rows = (3, 0, 5)
-    parts = [Slices(rank, rows).row(torch.arange(16)).tolist() for rank in range(3)]
-    assert parts == [[0, 1, 2], [], [3, 4, 5, 6, 7]]
-
-
 # On hosts of two ranks: a host has all, or most; even rows, nearly even ones, none.
 ON_HOSTS = [(9, 0, 0, 0), (70, 33, 1, 0, 0, 5), (4, 4, 4, 4), (500, 499) * 3, (0,) * 4, (100, *[0] * 19)]
 

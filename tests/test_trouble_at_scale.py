@@ -2,13 +2,12 @@
 
 import logging
 import random
-from collections import Counter
 
 import pytest
 
 from scripted_peers import Network, network
 from zero_optim.health.peers import Presence
-from zero_optim.health.tree import FAN, above, cut, from_groups, from_runs, to_groups, to_runs
+from zero_optim.health.tree import FAN
 
 TIMEOUT = 600.0
 HUGE = 16384
@@ -149,25 +148,3 @@ def test_ranks_with_the_timeout_of_the_group_do_not_wait_for_that_of_one_with_a_
         peers.now += 5
         look_everywhere(peers)
         assert None not in peers.verdicts().values()
-
-
-def test_a_tree_has_each_place_once_and_few_below_each() -> None:
-    for size in (1, 2, 33, 34, 1000, HUGE):
-        children = Counter(above(place, size)[0] for place in range(1, size))
-        assert max(children.values(), default=0) <= FAN
-        assert max(len(above(place, size)) for place in range(size)) <= 3
-    assert cut(3, 3) == []
-
-
-def test_runs_and_groups_come_back() -> None:
-    for numbers in ((), (4,), (0, 1, 2, 3), (0, 8, 16, 17, 30), (5, 3, 4), tuple(range(0, 64, 8))):
-        assert from_runs(to_runs(numbers)) == numbers
-    said = {"waits": ["a"], "stuck": 3.0, "ago": 1.0}
-    answers = {0: dict(said), 1: {**said, "stuck": 2.0}, 5: "SILENT", 6: "SILENT", 7: {**said, "waits": []}}
-    groups = to_groups(answers)
-    assert len(groups) == 3
-    assert from_groups(groups)[0] == {**said, "stuck": 2.0}
-    assert {
-        place: each["waits"] if isinstance(each, dict) else each
-        for place, each in from_groups(groups).items()
-    } == {0: ["a"], 1: ["a"], 5: "SILENT", 6: "SILENT", 7: []}

@@ -15,13 +15,8 @@ from fully import assert_equal_everywhere
 from pool import Ranks, on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.backends import TRANSPORTS
-from zero_optim.comm.frames import tensor_to_bytes
 from zero_optim.ddp import FullyShardedDataParallel
 from zero_optim.errors import RankMismatchError, RemoteRankError
-from zero_optim.health.stamps import Call, Stamps
-from zero_optim.health.unit_stamps import Purpose, UnitStamps
-
-CPU = torch.device("cpu")
 
 
 def make(**options: Any) -> tuple[FullyShardedDataParallel, ZeroRedundancyOptimizer]:
@@ -106,26 +101,6 @@ def test_a_step_left_out_or_taken_twice_is_named_on_all_in_the_next_forward_pass
 def in_headers() -> AbstractContextManager[object]:
     """Gloo sends as other backends do: headers are gathered beside the rows."""
     return mock.patch.object(TRANSPORTS["gloo"], "waits_on_host", False)
-
-
-def test_the_stamps_of_all_gathers_are_written_once_a_call() -> None:
-    params, stamps = [torch.ones(1), torch.ones(1)], Stamps()
-    of_units = UnitStamps(dict.fromkeys(params, "a unit"), mock.Mock(), stamps, lambda _: None)
-
-    def places() -> set[int]:
-        addresses = set()
-        for param in params:
-            for purpose in Purpose:
-                mark, header = of_units.begin(param, purpose, tells=False)
-                row = of_units.row(mark, CPU)
-                assert row is not None
-                assert tensor_to_bytes(row) == header.mine
-                addresses.add(row.untyped_storage().data_ptr())
-        return addresses
-
-    assert len(places() | places()) == 1
-    stamps.begin([], Call("step()", lambda _: ((), ())))
-    assert len(places()) == 1  # and of the new call
 
 
 @on_ranks(2)
