@@ -9,10 +9,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
@@ -88,20 +86,6 @@ def test_what_two_ranks_save_one_and_four_load(
     want = ranks2.run(saved, tmp_path, stage, way)[0]
     assert_equal(ranks1.run(loaded, tmp_path, stage, way, range(0))[0], want)
     assert_equal(ranks4.run(loaded, tmp_path, stage, way, range(5, 6))[0], want)
-
-
-@on_ranks(2)
-def test_parts_are_got_and_set_one_by_one() -> None:
-    stage = 3
-    model, optimizer = trained(stage)
-    weights = {name: value.clone() for name, value in get_model_state_dict(model).items()}
-    optimizer.consolidate_state_dict(to=None)
-    state, want = get_optimizer_state_dict(model, optimizer), content(model, optimizer)
-    assert set(weights) == set(Tower().state_dict()) == set(state["state"])
-    other, fresh = built(stage)
-    set_model_state_dict(other, weights)
-    set_optimizer_state_dict(other, fresh, state)
-    assert_equal(content(other, fresh), want)
 
 
 @on_ranks(2)
