@@ -205,7 +205,7 @@ def test_options_that_differ_raise_on_every_rank() -> None:
 
 
 @on_ranks(2)
-def test_a_placement_without_a_rule_is_refused_by_name() -> None:
+def test_a_placement_without_a_rule_or_a_model_without_values_is_refused_by_name() -> None:
     mesh = init_device_mesh("cpu", (2,))
     param = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
     with pytest.raises(ValueError, match=r"parameter 0 of group 0 has placements \(Replicate"):
@@ -217,6 +217,9 @@ def test_a_placement_without_a_rule_is_refused_by_name() -> None:
         model = shard(Tower())
     with pytest.raises(TypeError, match=r"model\.to_empty"):
         ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    model.to_empty(device="cpu").load_state_dict(shard(built(Tower)).state_dict())
+    optimizer, twin = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW), built(Tower)
+    train_beside(model, twin, optimizer, torch.optim.AdamW(twin.parameters()))
 
 
 @on_ranks(4)

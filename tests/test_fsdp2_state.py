@@ -93,58 +93,63 @@ def shard_like(gradient: Tensor, param: Tensor) -> Tensor:
     return DTensor.from_local(here.clone(), param.device_mesh, param.placements, **how)
 
 
-def optimizer_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    weights, state = get_state_dict(model, optimizer)
+# Ways of DCP.
+WAYS = {"DCP": StateDictOptions(), "DCP, flat": StateDictOptions(flatten_optimizer_state_dict=True)}
+
+
+def optimizer_state(model: nn.Module, optimizer: Any, way: str) -> dict[str, Any]:
+    weights, state = get_state_dict(model, optimizer, options=WAYS[way])
     return {"model": weights, "optimizer": state}
 
 
-def saves(folder: Path, name: str, by_dcp: bool) -> None:
+def saves(folder: Path, name: str, way: str) -> None:
     model, twin, optimizer, plain = trained(name)
-    if by_dcp:
-        dcp.save(optimizer_state(model, optimizer), checkpoint_id=folder / "saved")
+    if way in WAYS:
+        dcp.save(optimizer_state(model, optimizer, way), checkpoint_id=folder / "saved")
     else:
         checkpoint.save(folder / "saved", model=model, optimizer=optimizer)
     if dist.get_rank() == 0:
         torch.save((twin.state_dict(), plain.state_dict()), folder / "plain.pt")
 
 
-def loads_by_dcp(folder: Path, model: nn.Module, optimizer: Any) -> None:
+def loads_by_dcp(folder: Path, model: nn.Module, optimizer: Any, way: str) -> None:
     before = [whole(param.detach()).clone() for param in model.parameters()]
-    state = optimizer_state(model, optimizer)
+    state = optimizer_state(model, optimizer, way)
     for param, value in zip(model.parameters(), before, strict=True):
         assert torch.equal(whole(param.detach()), value)  # though DCP has stepped for the state
     dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(model, optimizer, **parts, options=WAYS[way])
 
 
-def loads(folder: Path, name: str, by_dcp: bool, is_sharded: bool = True) -> None:
+def loads(folder: Path, name: str, way: str, is_sharded: bool = True) -> None:
     optimizer_class, options = CLASSES[name]
     model, twin, optimizer, plain = pair(free, optimizer_class, **options)
     if not is_sharded:
         model = built(free, 1)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **options)
-    if by_dcp:
-        loads_by_dcp(folder / "saved", model, optimizer)
+    if way in WAYS:
+        loads_by_dcp(folder / "saved", model, optimizer, way)
     else:
         checkpoint.load(folder / "saved", model=model, optimizer=optimizer)
     weights, of_plain = torch.load(folder / "plain.pt", weights_only=False)
     twin.load_state_dict(weights)
     plain.load_state_dict(of_plain)
     assert_equal(model, twin)
-    if by_dcp:
+    if way in WAYS:
         assert_equal_state(optimizer.state_dict()["state"], plain.state_dict()["state"], model)
     step_alike(model, twin, optimizer, plain)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor", "Shampoo"])
-@pytest.mark.parametrize("by_dcp", [True, False], ids=["DCP", "ours"])
+@pytest.mark.parametrize("way", [*WAYS, "ours"])
 def test_checkpoints_load_on_another_number_of_ranks_and_ours_without_fsdp2(
-    ranks2: Ranks, ranks3: Ranks, tmp_path: Path, by_dcp: bool, name: str
+    ranks2: Ranks, ranks3: Ranks, tmp_path: Path, way: str, name: str
 ) -> None:
-    ranks2.run(saves, tmp_path, name, by_dcp)
-    ranks3.run(loads, tmp_path, name, by_dcp)
-    if not by_dcp:
-        ranks2.run(loads, tmp_path, name, by_dcp, False)
+    ranks2.run(saves, tmp_path, name, way)
+    ranks3.run(loads, tmp_path, name, way)
+    if way == "ours":
+        ranks2.run(loads, tmp_path, name, way, False)
 
 
 @on_ranks(2)
