@@ -161,24 +161,6 @@ def test_what_happens_between_steps_does_what_it_does_to_torch_optim(event: str)
             assert_same_state(whole(sharded), plain.state_dict())
 
 
-@on_ranks(2)
-def test_rows_written_between_steps_reach_their_masters() -> None:
-    params = make_params(((64, 8),), torch.bfloat16)
-    _, sharded = cut_pair(params, torch.optim.SGD, options={"lr": 1e-4}, master_dtype=torch.float32)
-    (mine,) = params_of(sharded)
-    master = params[0].detach().float()
-    for step in range(4):
-        set_grads([mine], step)
-        assert mine.grad is not None
-        master -= 1e-4 * mine.grad.float()
-        sharded.step()
-        assert torch.equal(mine, master.to(torch.bfloat16)), step
-        with torch.no_grad():
-            for where in (3, 60):  # a row of each rank
-                mine[where] = step
-                master[where] = step
-
-
 # ---------------------- cut parameters stepped during the backward pass
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from cuts import cut_over
 from pool import on_ranks
 from sync_calls import cpu_as_accelerator
 from training import (
@@ -27,6 +28,7 @@ from training import (
 )
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.step.averages import EMA
+from zero_optim.step.gradients import rows_of
 from zero_optim.step.leaves import MASTER
 
 
@@ -79,14 +81,14 @@ def test_a_stale_master_does_not_undo_what_was_loaded_into_the_model() -> None:
     assert all(bool((p == 3.0).all()) for p in params)
 
 
-@on_ranks(1)
+@on_ranks(1, 2)
 @pytest.mark.parametrize("pretend_asynchronous", [False, True], ids=["cpu", "asynchronous"])
 def test_a_row_written_after_each_step_leaves_the_other_masters_alone(pretend_asynchronous: bool) -> None:
     """A padding row that the script zeroes after each step, and a NaN; the rest follows an fp32 run."""
-    param = nn.Parameter(torch.randn(4, 8).to(torch.bfloat16))
+    param = nn.Parameter(torch.randn(64, 8).to(torch.bfloat16))  # of two ranks each owns half
     wide = nn.Parameter(param.detach().float())
     plain = torch.optim.SGD([wide], lr=2.0**-12)
-    sharded = ZeroRedundancyOptimizer([param], torch.optim.SGD, master_dtype=torch.float32, lr=2.0**-12)
+    sharded = cut_over([param], torch.optim.SGD, master_dtype=torch.float32, lr=2.0**-12)
     with cpu_as_accelerator() if pretend_asynchronous else nullcontext():
         for _ in range(40):
             param.grad, wide.grad = torch.ones_like(param), torch.ones_like(wide)
@@ -95,11 +97,11 @@ def test_a_row_written_after_each_step_leaves_the_other_masters_alone(pretend_as
             with torch.no_grad():
                 for p in (param, wide):
                     p[0] = 0.0
-                    p[3, 0] = math.nan
+                    p[60, 0] = math.nan
     assert_same_bits([param.nan_to_num()], [wide.to(torch.bfloat16).nan_to_num()])
-    if sharded.owned_parameters():
-        master = sharded.state[param][MASTER]
-        assert torch.equal(master[1:3], wide[1:3])
+    piece = sharded.pieces()[param][dist.get_rank()]
+    master, expected = sharded.state[param][MASTER], rows_of(wide, piece)
+    assert torch.equal(master[1:28], expected[1:28])
 
 
 @on_ranks(2)
