@@ -155,27 +155,6 @@ def test_more_tensors_are_consolidated_than_a_process_may_have_open_files(tmp_pa
     assert_same_bits(list(back.values()), list(weights.values()))
 
 
-def test_what_is_no_checkpoint_gets_one_line_and_status_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "text.pt").write_text("hello")
-    torch.save({"a": 1}, tmp_path / "other.pt")
-    (tmp_path / "empty").mkdir()
-    out = str(tmp_path / "out")
-    for arguments, line in (
-        (["consolidate", str(tmp_path / "nowhere"), out], "there is no such folder"),
-        (["consolidate", str(tmp_path / "empty"), out], "it has no manifest, so it was never completed"),
-        (["convert", str(tmp_path / "text.pt"), out, "--to", "zero-optim"], "is no file of torch.save"),
-        (["convert", str(tmp_path / "other.pt"), out, "--to", "zero-optim"], "neither an optimizer's state"),
-        (["inspect", str(tmp_path / "nowhere")], "there is no such folder"),
-    ):
-        assert cli.main(arguments) == 2
-        shown = capsys.readouterr().err
-        assert line in shown
-        assert shown.count("\n") == 1
-    assert not Path(out).exists()
-
-
 @pytest.mark.parametrize(
     ("place", "expected"),
     [

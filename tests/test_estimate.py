@@ -208,24 +208,3 @@ def test_the_command_takes_a_config_of_transformers(
     monkeypatch.setitem(sys.modules, "transformers", package)
     (tmp_path / "config.json").write_text('{"hidden_size": 3}')
     assert lines_of(capsys, str(tmp_path / "config.json"))[0].startswith("12 parameters, ")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        ("test_estimate:nobody", "cannot import test_estimate:nobody (expected MODULE:NAME): module"),
-        ("test_estimate:lines_of", "missing 1 required positional argument: 'capsys'"),
-        ("builtins:dict", "expected builtins:dict to build a torch.nn.Module, got dict"),
-        (
-            "test_estimate:Layers --units Block",
-            "the model has no module of class Block, but of Layers, Linear",
-        ),
-    ],
-)
-def test_a_model_that_cannot_be_built_gets_one_line(
-    capsys: pytest.CaptureFixture[str], arguments: str, line: str
-) -> None:
-    assert cli.main(["estimate", *arguments.split()]) == 2
-    shown = capsys.readouterr().err
-    assert line in shown
-    assert shown.count("\n") == 1
