@@ -1,28 +1,21 @@
 """What holds for any input: hypothesis looks for one where it does not, the same ones in every run."""
 
-import json
 import math
 import tempfile
-from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from drawn import draw_the_same
-from training import assert_same_value
 from zero_optim import CheckpointError
 from zero_optim.checkpoint import manifest
 from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, Manifest
-from zero_optim.comm import encoding, wire
-from zero_optim.plan.partition import assign_buckets, assign_owners
+from zero_optim.plan.partition import assign_owners
 
 draw_the_same()
 
@@ -45,93 +38,9 @@ def test_owners_exist_and_loads_differ_by_no_more_than_one_item(groups: list[lis
     assert max(loads) - min(loads) <= max(flat, default=0) + rounding
 
 
-# ---------------------------------------------------------------------- layout
-
-# ---------------------------------------------------------------------- buckets
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 200)), max_size=30),
-    st.lists(st.integers(1, 400), min_size=1, max_size=3),
-    st.booleans(),
-    st.randoms(use_true_random=False),
-)
-def test_buckets_hold_every_parameter_once_in_the_order_asked_for(
-    params: list[tuple[str, int]], caps: list[int], overflow: bool, rng: Any
-) -> None:
-    keys, nbytes = [key for key, _ in params], [size for _, size in params]
-    order = list(range(len(params)))
-    rng.shuffle(order)
-    buckets = assign_buckets(keys, nbytes, caps, order, overflow=overflow)
-    assert all(buckets)
-    for key in set(keys):
-        of_key = [bucket for bucket in buckets if keys[bucket[0]] == key]
-        assert [index for bucket in of_key for index in bucket] == [i for i in order if keys[i] == key]
-        for number, bucket in enumerate(of_key):
-            cap = caps[min(number, len(caps) - 1)]
-            counted = bucket[:-1] if overflow else bucket
-            size = sum(nbytes[index] for index in counted)
-            assert len(bucket) == 1 or (size < cap if overflow else size <= cap)
-    if min(caps) > sum(nbytes):
-        assert len(buckets) == len(set(keys))
-
-
-# ---------------------------------------------------------------------- wire format
+# ---------------------------------------------------------------------- manifest
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
-
-
-@st.composite
-def tensors(draw: st.DrawFn) -> Tensor:
-    """Tensors of any strides: 0-d and empty ones, sparse ones, and parts of others."""
-    shape = draw(st.lists(st.integers(0, 4), max_size=3))
-    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) * 100
-    tensor = numbers.to(draw(st.sampled_from(DTYPES)))
-    if len(shape) > 1 and draw(st.booleans()):
-        tensor = tensor.transpose(0, 1)
-    if shape and draw(st.booleans()):
-        tensor = tensor[::2]
-    return tensor.to_sparse() if draw(st.booleans()) and tensor.dtype == torch.float32 and shape else tensor
-
-
-plain = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(allow_nan=False),
-    st.complex_numbers(allow_nan=False),
-    st.text(max_size=5),
-    st.binary(max_size=5),
-    st.sampled_from([torch.float16, torch.device("cpu"), torch.device("cuda", 1)]),
-)
-arrays = st.lists(st.floats(width=32, allow_nan=False), max_size=4).map(
-    lambda n: np.array(n, dtype=np.float32)
-)
-keys_of_dicts = st.one_of(st.text(max_size=5), st.integers(-3, 3), st.none())
-nested = st.recursive(
-    st.one_of(plain, tensors(), arrays),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4),
-        st.lists(inner, max_size=4).map(tuple),
-        st.dictionaries(keys_of_dicts, inner, max_size=4),
-        st.dictionaries(keys_of_dicts, inner, max_size=4).map(OrderedDict),
-        st.dictionaries(st.text(max_size=3), st.integers(), max_size=4).map(Counter),
-    ),
-    max_leaves=12,
-)
-
-
-@given(nested)
-def test_a_nested_value_comes_back_as_it_was_sent(value: Any) -> None:
-    skeleton, held = encoding.encode(value, "value")
-    received = json.loads(json.dumps(skeleton))
-    blanks = encoding.blank_tensors(received)
-    for blank, tensor in zip(blanks, held, strict=True):
-        wire.memory_of(blank).copy_(wire.memory_of(tensor))
-    assert_same_value(encoding.decode(received, iter(blanks)), value)
-
-
-# ---------------------------------------------------------------------- manifest
 
 json_values = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=8)),
