@@ -51,9 +51,9 @@ class Tower(nn.Module):
         return self.last(x)
 
 
-def on_meta(kind: type[nn.Module], *args: Any) -> Any:
+def on_meta(make: Callable[..., nn.Module], *args: Any) -> Any:
     with torch.device("meta"):
-        return kind(*args)
+        return make(*args)
 
 
 def batch(step: int) -> Tensor:

@@ -1,5 +1,7 @@
 """For the tests of overlap: the same run twice, stepped after the backward pass and during it."""
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,17 +22,21 @@ from zero_optim.step.partial import PartialGradient
 
 WRAPPERS: dict[str, type[TorchDdp]] = {"torch": TorchDdp, "ours": OurDdp}
 both_wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
-# Stepped by a thread, or in hooks on the group of the reductions, as on an accelerator.
-either_way = pytest.mark.parametrize("inline", [False, True], ids=["thread", "inline"])
 BUCKET_CAP_MB = 0.0004  # several buckets, so that their order matters
 
 Hook = Callable[[ZeroRedundancyOptimizer], Any]
 
 
-def run_either_way(inline: bool, check: Callable[..., object], *args: object) -> None:
-    """Run a check on a rank, with a thread that steps or without."""
-    with fake_streams() if inline else nullcontext():
-        check(*args)
+def either_way(test: Callable[..., None]) -> Any:
+    """Step by a thread; and ``inline``, in hooks on the group of the reductions, as on an accelerator."""
+    signature = inspect.signature(test)
+
+    @functools.wraps(test)
+    def run(*args: object) -> None:
+        with fake_streams() if signature.bind(*args).arguments["inline"] else nullcontext():
+            test(*args)
+
+    return pytest.mark.parametrize("inline", [False, True], ids=["thread", "inline"])(run)
 
 
 class Bag(nn.Module):

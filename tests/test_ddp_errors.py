@@ -14,6 +14,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddp_pairs import SMALL_MB, Recomputed, assert_averaged, batch, check_average, mlp, mlp_loss, of_batch
 from fully import whole
+from parity_models import Words
 from parity_runs import STAGES, Row, Run, Stage
 from pool import on_ranks
 from training import assert_same_bits
@@ -247,32 +248,24 @@ def test_a_pass_that_broke_off_is_told_one_pass_later_on_every_rank() -> None:
 # ---------------------------------------------------------------------- sparse gradients
 
 
-class Words(nn.Module):
-    def __init__(self, sparse: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.head = nn.Embedding(10, 8, sparse=sparse), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.table(x))
-        return out
-
-
 @on_ranks(2)
 def test_gradients_of_the_wrong_layout_are_reported() -> None:
-    words = torch.arange(4) + dist.get_rank()
+    words = batch(0, 4, 8)
     for sparse, came, expected in ((False, "sparse", "dense"), (True, "dense", "sparse")):
-        model = DistributedDataParallel(Words(sparse))
-        model.module.table.sparse = not sparse
+        net = Words()
+        net.table.sparse = sparse
+        model = DistributedDataParallel(net)
+        net.table.sparse = not sparse
         message = f"a {came} gradient where a {expected} one was expected, for table.weight. .*sparse=True"
         for _ in range(2):
             model.zero_grad()
             with pytest.raises(ReductionError, match=message):
                 model(words).sum().backward()
-        model.module.table.sparse = sparse
+        net.table.sparse = sparse
         model.zero_grad()
         model(words).sum().backward()
-        assert model.module.table.weight.grad.is_sparse == sparse
+        assert net.table.weight.grad is not None
+        assert net.table.weight.grad.is_sparse == sparse
 
 
 # ---------------------------------------------------------------------- passes that the engine still keeps

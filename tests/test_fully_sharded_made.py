@@ -123,26 +123,17 @@ def test_a_module_that_is_sharded_in_place_trains_as_a_wrapped_one(first: bool) 
         fully_sharded(whole)
 
 
-class Heavy(nn.Module):
-    """Four units, of 64 KiB each, and a module of the outermost unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(128, 128, bias=False) for _ in range(4)])
-        self.last = nn.Linear(128, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-
 # ---------------------------------------------------------------------- models on the meta device
+
+
+def heavy() -> nn.Sequential:
+    """Four units, of 64 KiB each, and a module of the outermost unit."""
+    return nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4)), nn.Linear(128, 8))
 
 
 @on_ranks(2)
 def test_no_rank_ever_holds_a_whole_model_that_comes_from_the_meta_device() -> None:
-    model = on_meta(Heavy)
+    model = on_meta(heavy)
     whole, unit = 4 * 128 * 128 * 4 + 129 * 8 * 4, 128 * 128 * 4
     seen: list[int] = []
 
@@ -150,7 +141,7 @@ def test_no_rank_ever_holds_a_whole_model_that_comes_from_the_meta_device() -> N
         module.reset_parameters()  # type: ignore[operator]
         seen.append(storages([*model.parameters()]))
 
-    wrapped = FullyShardedDataParallel(model, units=[*model.blocks], init=init)
+    wrapped = FullyShardedDataParallel(model, units=[*model[:4]], init=init)
     assert len(seen) == 5
     assert max(seen) <= unit + 64  # one unit alone, and what freed parameters show
     rows = [bucket.row for unit in wrapped.units.units for bucket in unit.buckets]

@@ -26,7 +26,6 @@ from overlap import (
     inputs,
     loss_of,
     plain_step,
-    run_either_way,
 )
 from pool import on_ranks
 from training import assert_equal_on_all_ranks
@@ -120,9 +119,13 @@ def assert_goes_on(model: Any, optimizer: Any, number: int, late: bool, heard: s
     assert_equal_on_all_ranks(model.parameters(), "afterwards")
 
 
-def check_failing_step(wrapper: str, interleave: bool, late: bool = False) -> None:
-    """Late: other ranks hear of a pass when the next one ends, as on an accelerator."""
-    model, optimizer = Setting(wrapper, optimizer=sgd, zero={"interleave": interleave}).build(overlap=True)
+@on_ranks(2)
+@either_way
+@both_wrappers
+def test_a_step_that_fails_on_one_rank_raises_in_the_backward_pass_of_all(wrapper: str, inline: bool) -> None:
+    """Inline, other ranks hear of a pass when the next one ends, as on an accelerator."""
+    zero = {"interleave": wrapper == "ours"}
+    model, optimizer = Setting(wrapper, optimizer=sgd, zero=zero).build(overlap=True)
     plain_step(model, optimizer, 0)
     marked = model.module.layers[2].weight
     fails_here = optimizer.owners()[marked] == dist.get_rank()
@@ -130,21 +133,14 @@ def check_failing_step(wrapper: str, interleave: bool, late: bool = False) -> No
     for number in (1, 2):
         optimizer.zero_grad()
         error, match = (ArithmeticError, "the step failed") if fails_here else (RemoteRankError, HEARD)
-        hears = fails_here or not late or number > 1
+        hears = fails_here or not inline or number > 1
         with pytest.raises(error, match=match) if hears else nullcontext():
             loss_of(model, number).backward()
         assert all(param.grad is not None for param in model.parameters())
         optimizer.step()
         assert_equal_on_all_ranks(model.parameters(), number)
     marked.fails = False
-    assert_goes_on(model, optimizer, 3, late, HEARD if late and not fails_here else "")
-
-
-@on_ranks(2)
-@either_way
-@both_wrappers
-def test_a_step_that_fails_on_one_rank_raises_in_the_backward_pass_of_all(wrapper: str, inline: bool) -> None:
-    run_either_way(inline, check_failing_step, wrapper, wrapper == "ours", inline)
+    assert_goes_on(model, optimizer, 3, inline, HEARD if inline and not fails_here else "")
 
 
 @on_ranks(2)
@@ -166,8 +162,13 @@ def test_a_rank_whose_buckets_are_frozen_hears_of_a_step_that_fails() -> None:
         optimizer.zero_grad()
 
 
-def check_failing_hook(wrapper: str, late: bool = False) -> None:
-    """The future of one bucket fails on one rank, after its collective; late as in `check_failing_step`."""
+@on_ranks(2)
+@either_way
+@both_wrappers
+def test_a_reduction_that_fails_on_one_rank_raises_in_the_backward_pass_of_all(
+    wrapper: str, inline: bool
+) -> None:
+    """The future of one bucket fails on one rank, after its collective."""
     fails = [False]
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -185,21 +186,12 @@ def check_failing_hook(wrapper: str, late: bool = False) -> None:
     optimizer.zero_grad()
     fails_here, heard = dist.get_rank() == 1, r"rank 1 failed with"
     expected = pytest.raises(Exception, match="the hook failed" if fails_here else heard)
-    with expected if fails_here or not late else nullcontext():
+    with expected if fails_here or not inline else nullcontext():
         loss_of(model, 1).backward()
     optimizer.step()
     assert_equal_on_all_ranks(model.parameters(), "failed")
     fails[0] = False
-    assert_goes_on(model, optimizer, 2, late, heard if late and not fails_here else "")
-
-
-@on_ranks(2)
-@either_way
-@both_wrappers
-def test_a_reduction_that_fails_on_one_rank_raises_in_the_backward_pass_of_all(
-    wrapper: str, inline: bool
-) -> None:
-    run_either_way(inline, check_failing_hook, wrapper, inline)
+    assert_goes_on(model, optimizer, 2, inline, heard if inline and not fails_here else "")
 
 
 class Breaking(Net):
@@ -266,7 +258,8 @@ def check_broken_off_late(waits: bool) -> None:
 @either_way
 @pytest.mark.parametrize("waits", [True, False])
 def test_training_goes_on_after_a_backward_pass_that_broke_off(waits: bool, inline: bool) -> None:
-    run_either_way(inline, check_broken_off_late if inline else check_broken_off, waits)
+    check = check_broken_off_late if inline else check_broken_off
+    check(waits)
 
 
 # ---------------------------------------------------------------------- what is left, what is done between

@@ -19,7 +19,6 @@ from overlap import (
     grads_of,
     inputs,
     loss_of,
-    run_either_way,
 )
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
@@ -55,7 +54,7 @@ def check_unused(wrapper: str, mode: str, factor: float) -> None:
 @both_wrappers
 def test_unused_parameters_are_left_alone_without_step(wrapper: str, inline: bool) -> None:
     for mode, factor in (("find_unused_parameters", 0.0), ("static_graph", 1.0)):
-        run_either_way(inline, check_unused, wrapper, mode, factor)
+        check_unused(wrapper, mode, factor)
 
 
 @on_ranks(2)
@@ -96,7 +95,7 @@ LEAVES_OUT = {**MAY_BE_UNUSED, "skip_all_reduce_unused_params": True}
 @either_way
 def test_a_last_bucket_that_nobody_used_may_be_left_out(inline: bool) -> None:
     setting = Setting("ours", Gated, options=LEAVES_OUT)
-    run_either_way(inline, assert_same_run, setting, step_using_at_times, 4, False)
+    assert_same_run(setting, step_using_at_times, 4, moves=False)
 
 
 @on_ranks(2)

@@ -127,22 +127,11 @@ def test_two_losses_of_one_forward_pass_add_up(accumulate: str) -> None:
     other.step()
 
 
-class Normed(nn.Module):
-    """With buffers that each forward pass changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.layers = nn.Sequential(nn.Linear(18, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x.flatten(1))
-        return out
-
-
 def steps_of_passes(kind: Any, way: str) -> list[Tensor]:
     """Train with several passes a step, as loops for DDP do; gradients, weights and buffers of each step."""
-    model, results = Normed(), list[Tensor]()
+    torch.manual_seed(5)
+    layers = nn.Flatten(), nn.Linear(18, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)  # with buffers that change
+    model, results = nn.Sequential(*layers), list[Tensor]()
     optimizer = adamw(model)
     wrapped = kind(model, optimizer)
     wrapped.metrics()
