@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from threading import Lock
 from typing import Any
 from unittest import mock
@@ -19,6 +18,7 @@ from torch import nn
 
 import sockets
 from forked import fork_context
+from processes import is_alive
 from waiting import wait_until
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.works import Work
@@ -182,16 +182,9 @@ def let_go_on(others: Others) -> None:
 def let_rank_go_on(stopped: int, others: Others) -> None:
     """Let a rank that is stopped, if it is, go on when all others have ended."""
     left = [pid for rank, pid in enumerate(others.pids) if rank != stopped]
-    wait_until(lambda: all(map(_has_ended, left)))
+    wait_until(lambda: not any(map(is_alive, left)))
     with suppress(ProcessLookupError):  # it never came to the trouble
         others.kill(stopped, signal.SIGCONT)
-
-
-def _has_ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):  # somebody has waited for it
-        return True
 
 
 @dataclass

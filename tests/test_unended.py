@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from processes import stat
 from stalling import TIMEOUT, Others, about_to_stall, linear, outcomes, sharded
 from waiting import wait_until
 from zero_optim.comm import sending
@@ -20,10 +21,6 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.autograd import default_store
 from zero_optim.errors import StalledError
 from zero_optim.flow.pending import Waitable
-
-
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def stay_for_the_other(folder: Path) -> None:
@@ -69,7 +66,7 @@ def stop_soon() -> None:
 
 def wait_until_the_other_is_stopped() -> None:
     pid = int(default_store().get("pid"))
-    wait_until(lambda: state_of(pid) == "T")
+    wait_until(lambda: stat(pid)[0] == "T")
 
 
 def stop_behind(start: Callable[[], Waitable]) -> Waitable:
