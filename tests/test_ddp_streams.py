@@ -1,12 +1,5 @@
-"""Gradients that come on several streams: who reads one waits for the stream it was made on."""
+"""Gradients of several streams; what a pass on an accelerator waits for."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
-from unittest import mock
-
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,57 +7,11 @@ from torch.distributed.algorithms.join import Join
 
 from ddp_pairs import SMALL_MB, mlp, mlp_loss
 from fake_streams import fake_streams
-from modelled import modelled_streams
 from pool import on_ranks
 from sync_calls import cpu_as_accelerator, recorded, texts
 from zero_optim.ddp import DistributedDataParallel
-from zero_optim.ddp.reducer.assignment import History, ReducedParams, ReducerOptions, assign
-from zero_optim.ddp.reducer.backward_pass import BackwardPass, Reductions
+from zero_optim.ddp.reducer.assignment import ReducedParams, ReducerOptions
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
-from zero_optim.ddp.reducer.stream_order import StreamOrder
-from zero_optim.shard.engine import Engine
-
-
-class Begun:
-    """A backward pass whose gradients come as they are told to, and the buckets that it launches."""
-
-    def __init__(self, num_params: int) -> None:
-        self.params = [torch.zeros(10, requires_grad=True) for _ in range(num_params)]
-        self.launched: list[int] = []
-        options = ReducerOptions(bucket_caps_nbytes=(2**30,))
-        assignment = assign(ReducedParams.of(self.params), options)
-        self.current = BackwardPass(
-            assignment, History(num_params), options, Reductions(Engine(), self.launch), divisor=2.0
-        )
-
-    def launch(self, bucket: ReducerBucket) -> Any:
-        self.launched.append(bucket.number)
-
-    def come(self, index: int) -> None:
-        self.params[index].grad = torch.ones(10, device=torch.device("cpu"))
-        self.current.arrived(index)
-
-
-DEFECTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "none": nullcontext,
-    "the last stream waits for no other": partial(mock.patch.object, StreamOrder, "of", return_value=None),
-    "gradients are dropped too early": partial(
-        mock.patch.object, ReducerBucket, "record_use", lambda *_: None
-    ),
-}
-
-
-@pytest.mark.parametrize("defect", DEFECTS)
-def test_small_gradients_are_copied_behind_the_streams_of_all_and_kept_until_then(defect: str) -> None:
-    with modelled_streams(checks=False) as model, DEFECTS[defect]():
-        begun = Begun(3)
-        for index in range(3):
-            with model.using(model.new_stream()):
-                begun.come(index)
-        assert begun.launched == [0]
-        for param in begun.params:
-            param.grad = None
-        assert bool(model.settle()) == (defect != "none")
 
 
 def test_the_memory_of_a_sparse_gradient_is_kept_for_the_stream_that_reads_it() -> None:

@@ -32,6 +32,7 @@ from streams_runs import (
 )
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.ddp import PrecisionPolicy, bucketer
+from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.stream_order import StreamOrder
 from zero_optim.flow import pending
 from zero_optim.hooks.passes import SteppedPass
@@ -177,6 +178,11 @@ PLANTED: dict[str, tuple[Callable[[], Patch], dict[str, Any], tuple[str, str]]] 
         partial(mock.patch.object, StreamOrder, "of", return_value=None),
         TWO_STREAMS,
         ("train", "take_pending"),
+    ),
+    "gradients are dropped after another stream than their own has copied them": (
+        nothing(ReducerBucket, "record_use"),
+        RUNS["sharded gradients, two streams in a model"],
+        ("_foreach_copy_", "being freed"),
     ),
     "a gather is waited for once, by whatever stream comes first": (
         partial(mock.patch.object, pending.Pending, "_wait_behind", return_value=True),
