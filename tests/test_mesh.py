@@ -2,8 +2,6 @@
 
 import copy
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from fully import Tower, assert_alike, assert_equal_everywhere, batch, loss_of, 
 from fully import train as train_on
 from meshes import mesh_of
 from pool import Ranks, on_ranks
-from streams_runs import CAP_MB, Found, Run, on_model, pass_again
+from streams_runs import Found, Run, on_model, pass_again
 from zero_optim import RankMismatchError, ReductionError, RemoteRankError, ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
 
@@ -147,22 +145,12 @@ def test_what_does_not_fit_together_is_refused_on_every_rank() -> None:
         wrapped.rebind()
 
 
-@dataclass
-class MeshRun(Run):
-    """A run over a mesh of two replicas."""
-
-    def build(self, net: Any) -> None:
-        self.net = net
-        of_optimizer = {"optimizer_class": torch.optim.SGD, "momentum": 0.9, "bucket_cap_mb": CAP_MB}
-        self.ddp, self.optimizer = built(net, "gradients", mesh_of(2), of_optimizer)
-
-
-def runs_on_streams(**options: Any) -> list[Found]:
-    return on_model(lambda: MeshRun(**options))
+def races() -> list[Found]:
+    return on_model(lambda: Run(sharded={}, replicas=2, after=pass_again))
 
 
 def test_streams_wait_for_the_sums_across_replicas(ranks4: Ranks) -> None:
-    for found in ranks4.run(partial(runs_on_streams, after=pass_again)):
+    for found in ranks4.run(races):
         assert not found, found[0].text
 
 
