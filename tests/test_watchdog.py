@@ -53,6 +53,7 @@ def held() -> tuple[int, int, int]:
 def test_thread_port_and_descriptors_go_with_the_last_optimizer_and_ddp_or_the_default_group() -> None:
     alone = dist.new_subgroups(1)[0]
     share_host_memory()  # what the default group takes for that goes with it
+    ZeroRedundancyOptimizer(linear().parameters(), torch.optim.SGD, lr=0.1)  # lets go of another test's group
     dist.barrier()
     gc.collect()
     wait_until(lambda: watchdogs() == 0)  # that of another test's garbage may be about to end
@@ -252,16 +253,6 @@ def work_of(group: RankGroup, *, has_ended: bool = False, error: Exception | Non
     handle.is_completed.return_value = has_ended
     handle.is_completed.side_effect = None if has_ended else error
     return Work(group.works, group.phase, late_on=torch.device("cpu")).take(handle)
-
-
-@on_ranks(1)
-def test_a_device_that_has_failed_does_not_end_the_watchdog() -> None:
-    group = RankGroup.of(None)
-    watchdog = Watchdog(group.works.log, dist.group.WORLD)  # type: ignore[arg-type]
-    group.works.outstanding = work_of(group, error=RuntimeError("device-side assert"))
-    watchdog._look()
-    assert group.works.outstanding is None
-    watchdog._listener.close()
 
 
 @on_ranks(1)
