@@ -178,10 +178,6 @@ CALLS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         reading,
         ("optimizer.clip_grad_norm_()", "it returns the norm to log, and changes nothing"),
     ),
-    "a mistyped option of DDP": (
-        lambda _: DistributedDataParallel(layers(), bucket_cap=1),
-        ("DistributedDataParallel takes no bucket_cap: did you mean bucket_cap_mb?",),
-    ),
     "a mistyped option of ours in DDP": (
         lambda _: DistributedDataParallel(layers(), time_out=1.0),
         ("DistributedDataParallel takes no time_out: did you mean timeout?",),
@@ -195,13 +191,8 @@ CALLS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     ),
     "to() at stage 1": (lambda _: converting(averaging), (CONVERT,)),
     "to() at stage 2": (lambda _: converting(sharding), (CONVERT,)),
-    "to() at stage 3": (
-        lambda _: converting(fully),
-        ("a fully sharded model cannot be converted or moved", "before it is wrapped, on all ranks"),
-    ),
     "to(meta) at stage 1": (lambda _: to_meta(averaging), (REPLACED, "by .to('meta'): 0.weight, 0.bias")),
     "to(meta) at stage 2": (lambda _: to_meta(sharding), (REPLACED,)),
-    "to(meta) at stage 3": (lambda _: to_meta(fully), ("cannot be converted or moved",)),
     "to(meta) before stage 1": (
         lambda _: to_meta(averaging, wraps_first=False),
         ("a part of the model is on the meta device, which has no values: move it by to_empty()",),
