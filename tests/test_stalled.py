@@ -102,23 +102,24 @@ def backward_without_one(kind: str, *, is_killed: bool = False) -> str:
     return "trained"
 
 
-def test_a_rank_that_skips_its_backward_pass_is_named_with_what_it_did_last() -> None:
-    ended = outcomes(2, backward_without_one, "averaged")
-    check(ended, "rank 1 has not begun its backward pass (last seen: forward pass 2 ended ")
-    check(ended, "rank 0 waits in the reduction")
-
-
-def test_the_timeout_of_the_optimizer_holds_where_its_hook_steps_under_pytorchs_ddp() -> None:
-    ended = outcomes(2, backward_without_one, "PyTorch's")
-    check(ended, "rank 0 waits in the reduction")
+@pytest.mark.parametrize(
+    ("kind", "is_killed", "told"),
+    [
+        ("averaged", False, "rank 1 has not begun its backward pass (last seen: forward pass 2 ended "),
+        ("PyTorch's", False, ""),  # whose hook steps: the timeout is that of the optimizer
+        ("hooked", True, "rank 1 has ended"),
+    ],
+)
+def test_a_rank_that_skips_its_backward_pass_or_was_killed_is_named(
+    kind: str, is_killed: bool, told: str
+) -> None:
+    ended = outcomes(2, partial(backward_without_one, kind, is_killed=is_killed))
+    check(ended, told, "rank 0 waits in the reduction")
 
 
 def call_alone(call: str, path: Path) -> str:
     """All ranks but the last make a call that all of them have to make."""
     model = with_gradients(linear())
-    if call == "construct":
-        stay_away() if is_bad() else sharded(model)
-        return "called"
     optimizer = sharded(model)
     optimizer.step()
     if is_bad():
@@ -131,7 +132,6 @@ def call_alone(call: str, path: Path) -> str:
 
 
 SAID = {
-    "construct": ["rank 1 has built no optimizer and no DDP of zero_optim"],
     "consolidate_state_dict": ["rank 1 has not called consolidate_state_dict() (last seen: step() 1 ended "],
     "save": ["rank 1 has not called checkpoint.save()", "rank 0 waits in the exchange of a checkpoint"],
 }
@@ -154,11 +154,13 @@ def leave_addresses_of_former_processes() -> None:
 
 def construct_alone_after_a_restart() -> str:
     leave_addresses_of_former_processes()
-    return call_alone("construct", Path())
+    stay_away() if is_bad() else sharded(linear())
+    return "called"
 
 
 def test_a_rank_that_has_built_nothing_since_a_restart_is_not_taken_for_ended() -> None:
-    check(outcomes(2, construct_alone_after_a_restart), *SAID["construct"])
+    ended = outcomes(2, construct_alone_after_a_restart)
+    check(ended, "rank 1 has built no optimizer and no DDP of zero_optim")
 
 
 # ---------------------------------------------------------------------- whose process does not run
@@ -213,11 +215,6 @@ def test_a_stopped_rank_is_named_and_raises_the_same_when_it_goes_on() -> None:
     ended = outcomes(2, step_while_one_gets, signal.SIGSTOP, meanwhile=let_go_on)
     check(ended, "rank 1 does not answer: its process is stopped, its host too busy, or the link to it cut")
     assert ended[1].said == ended[0].said
-
-
-def test_a_rank_that_is_killed_before_its_backward_pass_is_named_where_a_hook_reduces() -> None:
-    ended = outcomes(2, partial(backward_without_one, "hooked", is_killed=True))
-    check(ended, "rank 1 has ended", "rank 0 waits in the reduction")
 
 
 def forward_without_the_first() -> str:
