@@ -124,24 +124,16 @@ def test_training_goes_on_after_a_pass_that_an_exception_broke_off(told_in: str)
     assert_alike(runs)
 
 
-class Single(nn.Module):
-    """One parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(18, 3, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x.flatten(1))
-        return out
+def single() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(18, 3, bias=False))
 
 
 @on_ranks(2)
 @both_hooks
 @both_wrappers
 def test_passes_add_up_where_one_rank_owns_every_parameter(wrapper: str, hook: str) -> None:
-    runs = pair(wrapper, hook, Single)
+    runs = pair(wrapper, hook, single)
     for number in range(4):
         for model, optimizer in runs:
             loss_of(model, number).backward()

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from overlap import Net, Setting, adamw, assert_same_params, inputs, plain_step
 from pool import on_ranks
@@ -86,25 +86,11 @@ def test_a_compiled_model_trains() -> None:
         assert torch.equal(param, want)
 
 
-class Chain(nn.Module):
-    """Layers of one bucket each, called in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 @on_ranks(2)
 @mock.patch.object(gathers, "LANES_FROM_NBYTES", 0)
 def test_a_module_waits_for_its_own_buckets_alone() -> None:
     """Every broadcast takes long: step() does not wait, and each layer waits for its own alone."""
-    model = Chain()
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=8 * 8 * 4 / 2**20, gather_lazily=model
     )
@@ -119,17 +105,17 @@ def test_a_module_waits_for_its_own_buckets_alone() -> None:
             receive(*args)
 
         bucket.receive = noted  # type: ignore[method-assign]
-    before = [layer.weight.detach().clone() for layer in model.layers]  # type: ignore[operator]
+    before = [layer.weight.detach().clone() for layer in model]
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     with slow_gathers(DELAY) as handles_waited_for:
         optimizer.step()
     assert handles_waited_for == []
     assert waited == []
-    for index, layer in enumerate(model.layers):
+    for index, layer in enumerate(model):
         layer(x)
         assert waited == list(range(index + 1))  # gathers are in the order of the forward pass
-        assert torch.equal(layer.weight, before[index] - 0.1)  # type: ignore[arg-type, operator]
+        assert torch.equal(layer.weight, before[index] - 0.1)
     assert not optimizer.core.engine.under_way
 
 

@@ -1,7 +1,6 @@
 """Steps during the backward pass: early buckets are first; reads, replaced parameters and failures."""
 
 import threading
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from fake_streams import fake_streams
 from overlap import (
     Grads,
     Setting,
@@ -228,7 +226,7 @@ POINTS: dict[str, tuple[Any, str]] = {
 @either_way
 def test_an_error_at_any_point_is_raised_when_backward_has_ended(inline: bool) -> None:
     for place, name in POINTS.values():
-        with fake_streams() if inline else nullcontext(), pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             model, optimizer = Setting("ours").build(overlap=True)
             for number in range(2):
                 plain_step(model, optimizer, number)
