@@ -20,7 +20,7 @@ def test_a_stream_waits_for_a_unit_that_another_stream_has_waited_for() -> None:
         come = streams.events[-1]
         bucket.arrive()
         side = FakeStream("side")
-        with streams.using(side):
+        with streams.module.stream(side):
             bucket.arrive()
         assert bucket.is_whole
         assert [stream.awaited for stream in (streams.stack[0], side)] == [[], [come]]
