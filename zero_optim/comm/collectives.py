@@ -257,7 +257,7 @@ class RankGroup:
 
     def start_sum(self, tensor: Tensor, about: str = "") -> Pending[Tensor]:
         """Start a sum over all ranks, which is the value; in place if dense."""
-        memory = self._memory_for_sum(tensor)
+        memory = self.shared_memory(tensor.device) if can_sum(tensor) else None
         handle: Any
         with self.begin_work(about, tensor.device if memory is None else None) as work:
             if memory is not None:
@@ -276,15 +276,9 @@ class RankGroup:
 
         return Pending([work], total, [tensor])
 
-    def _memory_for_sum(self, tensor: Tensor) -> OneHost | SeveralHosts | None:
-        return self.shared_memory(tensor.device) if can_sum(tensor) else None
-
     def count_sum(self, tensor: Tensor) -> None:
         """Count a sum over all ranks that the caller starts."""
-        memory = self._memory_for_sum(tensor)
-        if memory is not None:
-            self.phase.sent(memory.sum_nbytes(tensor))
-        elif self.size > 1 and tensor.is_sparse:
+        if self.size > 1 and tensor.is_sparse:
             parts = private.indices(tensor), private.values(tensor)
             self.phase.sent((self.size - 1) * sum(part.nbytes for part in parts))
         elif self.size > 1:

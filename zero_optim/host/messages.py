@@ -95,12 +95,6 @@ class OneHost(SharedMemory):
 
         return self.start((flat,), begin, then)
 
-    def sum_nbytes(self, tensor: Tensor) -> int:
-        """Return how many bytes this rank sends in `sum_all`."""
-        rank, size = self.rank, self.size
-        start, stop = chunk_edges(tensor.nbytes, size, flattened(tensor).element_size())[rank : rank + 2]
-        return tensor.nbytes + (size - 2) * (stop - start)
-
 
 def _copies(memory: SharedMemory, peer: int, targets: Sequence[Tensor], name: str) -> list[tuple[int, Act]]:
     copy = partial(_copy, memory.receivers[peer])
