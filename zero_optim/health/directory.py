@@ -123,7 +123,7 @@ class Directory:
         questions = {place: dict(of_group) for place in places}
         for place, stop in (stops or {}).items():
             questions[place]["stop"] = stop
-        calls = {place: partial(self._ask_surely, ranks[place], each) for place, each in questions.items()}
+        calls = {place: partial(self._ask, ranks[place], each) for place, each in questions.items()}
         limit = 3 * ANSWER_LIMIT + LONGEST_SEARCH * any(map(has_second_line, questions.values()))
         answers = in_threads(calls, limit * -(-len(calls) // FAN))
         return {place: answers.get(place, Presence.UNKNOWN) for place in calls}
@@ -133,25 +133,22 @@ class Directory:
         if self.rank in self._addresses:
             ask(self._addresses[self.rank], {"ranks": []}, 5 * ANSWER_LIMIT)
 
-    def _ask_surely(self, rank: int, question: Message) -> Message | Presence:
+    def _ask(self, rank: int, question: Message) -> Message | Presence:
         """Ask a rank; it is absent if the process that has ended may be a former one."""
-        answer = self._ask(rank, question)
+        answer: Message | Presence | None = None if rank in self._addresses else self._look_up(rank)
+        if answer is None:
+            address = self._addresses[rank]
+            answer = ask(address, question)
+            if (
+                answer is Presence.ENDED and "verdict" not in question
+            ):  # then not why: the store may be stopped
+                with suppress(RuntimeError, ValueError):  # the store may be gone as well
+                    if self._look_up(rank) is Presence.LEFT:
+                        answer = Presence.LEFT
+                    elif self._addresses[rank] != address:  # it has begun to listen again
+                        answer = ask(self._addresses[rank], question)
         is_gone = answer in (Presence.ENDED, Presence.LEFT)
         return Presence.ABSENT if is_gone and rank in self._unsure else answer
-
-    def _ask(self, rank: int, question: Message) -> Message | Presence:
-        if rank not in self._addresses and (absence := self._look_up(rank)) is not None:
-            return absence
-        address = self._addresses[rank]
-        answer = ask(address, question)
-        if answer is not Presence.ENDED or "verdict" in question:  # not why: the store may be stopped
-            return answer
-        with suppress(RuntimeError, ValueError):  # the store may be gone as well
-            if self._look_up(rank) is Presence.LEFT:
-                return Presence.LEFT
-            if self._addresses[rank] != address:  # it has begun to listen again
-                return ask(self._addresses[rank], question)
-        return Presence.ENDED
 
     def _look_up(self, rank: int) -> Presence | None:
         """Read an address from the store; returns why there is none."""
