@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from zero_optim.compat.autograd import untraced
 from zero_optim.errors import StalledError
@@ -57,26 +56,6 @@ class ActivityScope:
     @untraced
     def __exit__(self, *_: object) -> None:
         self._activity.end(self._name)
-
-
-class LastStep(NamedTuple):
-    """The last ``step()`` here in a group.
-
-    ``closures``: bits that tell whether it had one, and the step before. ``failure``: what it raised, if no
-    gather tells it.
-    """
-
-    number: int = 0
-    closures: int = 0
-    failure: str = ""
-
-    def had_closure(self, number: int) -> bool | None:
-        """Return whether a step had a closure; None if that is not known."""
-        back = self.number - number
-        return bool(self.closures >> back & 1) if back in (0, 1) else None
-
-
-NO_STEP = LastStep()
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from zero_optim.comm.backends import aborts_of
-from zero_optim.comm.records import NO_STEP, Activity, LastStep, Verdict
+from zero_optim.comm.records import Activity, Verdict
 from zero_optim.comm.unended import Paired, keep_for_ever, wait_and_poll
 from zero_optim.compat.autograd import untraced
 from zero_optim.compat.threads import start_thread_or_run
@@ -103,22 +103,15 @@ class GroupWorks:
         return self.log.wholes.get(self.ranks, self.ranks)
 
     @property
-    def step(self) -> LastStep:
-        """The last step of an optimizer of these ranks, or of its mesh."""
-        return self.log.steps.get(self.whole, NO_STEP)
-
-    @untraced
-    def begin_step(self, *, has_closure: bool) -> None:
-        """Record a step."""
-        steps, whole = self.log.steps, self.whole
-        last = steps.get(whole, NO_STEP)
-        steps[whole] = LastStep(last.number + 1, (last.closures << 1 | has_closure) & 3)
+    def failure(self) -> str:
+        """What the last step of these ranks, or of their mesh, raised here, if no gather tells it."""
+        return self.log.failures.get(self.whole, "")
 
     @untraced
     def note_failure(self, failure: str) -> None:
         """Record what the last step raised; an empty text if nothing, or if the ranks will hear of it."""
-        if self.step.failure != failure:
-            self.log.steps[self.whole] = self.step._replace(failure=failure)
+        if self.failure != failure:
+            self.log.failures[self.whole] = failure
 
     def drop_ended(self) -> None:
         """Drop works that have ended, which nobody may ever wait for; looks when their number has doubled."""
@@ -178,7 +171,7 @@ class WorkLog:
     """The works of this process, as long as the default group lives.
 
     ``groups``: by id; other threads add to it. ``verdicts``: by the ranks of a group given up. ``wholes``:
-    ranks of a part of a mesh -> all its ranks, which share a verdict. ``steps``: by those ranks.
+    ranks of a part of a mesh -> all its ranks, which share a verdict. ``failures``: of steps, by those ranks.
     ``explain``: returns the exception for a backend's error; None if its own message is best.
     """
 
@@ -186,7 +179,7 @@ class WorkLog:
     groups: dict[int, GroupWorks] = field(default_factory=dict)
     verdicts: dict[tuple[int, ...], Verdict] = field(default_factory=dict)
     wholes: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
-    steps: dict[tuple[int, ...], LastStep] = field(default_factory=dict)
+    failures: dict[tuple[int, ...], str] = field(default_factory=dict)
     shares_memory: bool = True
     explain: Callable[["Work", RuntimeError], Exception | None] = explain_nothing
 

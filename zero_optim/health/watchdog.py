@@ -205,8 +205,8 @@ class Watchdog:
             if since is not None:  # another thread may just have ended the wait
                 self._verdicts.look_at_wait(work, self._awake.since(since, now))
         for works in list(self._verdicts.log.groups.values()):
-            if works.step.failure:
-                self._verdicts.look_at_step(works)
+            if works.failure:
+                self._verdicts.look_at_failed_step(works)
             late = works.outstanding
             if late is None or late.late_on is None:
                 continue

@@ -46,7 +46,7 @@ class Iteration:
         core, in_join = self._core, self.joins.announce(steps=True)
         core.snapshot.count_step()
         if not in_join:  # where ranks take other numbers of steps
-            core.ranks.works.begin_step(has_closure=closure is not None)
+            core.ranks.works.note_failure("")
         loss, shared, failure = (None, None, None) if closure is None else self._evaluate(closure, in_join)
         if self._overlap is not None and self._finish_overlapped(self._overlap, optimizer, kwargs):
             return loss
