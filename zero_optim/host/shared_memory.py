@@ -28,7 +28,6 @@ from operator import attrgetter
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.compat import futex
 from zero_optim.compat.signals import HandlersLater
 from zero_optim.compat.threads import start_thread
 from zero_optim.errors import message_of
@@ -163,10 +162,8 @@ class SharedMemory:
         return bool(heard)
 
     def _ring(self, peer: int) -> None:
-        bell = self._segments[peer].bell
         # A value that was never shown before: then nobody misses it, whoever rings at the same time.
-        bell.value = (next(self._bells) * self.size + self.rank) % 2**32
-        futex.wake(ctypes.addressof(bell))
+        self._segments[peer].ring((next(self._bells) * self.size + self.rank) % 2**32)
 
     def _ended(self, *, waits: bool = False) -> list[HostWork]:
         ended = list(itertools.filterfalse(_IS_PENDING, self._works))
@@ -197,9 +194,9 @@ class SharedMemory:
 
     def _move_or_sleep(self, seconds: float, work: HostWork | None = None) -> None:
         """Move what can be moved; if there is nothing, sleep, unless the call has ended."""
-        bell, ended = self._segments[self.rank].bell, list[HostWork]()
+        own, ended = self._segments[self.rank], list[HostWork]()
         with self._lock:
-            rings = bell.value
+            rings = own.bell.value
             has_moved = self._move()
             if has_moved:
                 ended = self._ended(waits=work is not None)
@@ -208,7 +205,7 @@ class SharedMemory:
         if has_moved:
             _end_all(ended)
             return
-        futex.wait(ctypes.addressof(bell), rings, seconds)
+        own.sleep(rings, seconds)
         if time.monotonic() - self._looked >= _LOOK:  # a signal or another rank may wake it more often
             self._looked = time.monotonic()
             self._look()
