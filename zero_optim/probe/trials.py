@@ -177,8 +177,8 @@ def record(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord:
     return trial
 
 
-def first_record(subject: OptimizerUnderTest, *feeds: Feed) -> TrialRecord | list[str]:
-    """Record the first feed that the class accepts, also as another candidate; or return errors."""
+def first_record(subject: OptimizerUnderTest, *feeds: Feed) -> TrialRecord | str:
+    """Record the first feed that the class accepts, also as another candidate; or return the first error."""
     errors: list[str] = []
     for candidate in subject.candidates():
         for feed in feeds:
@@ -186,7 +186,7 @@ def first_record(subject: OptimizerUnderTest, *feeds: Feed) -> TrialRecord | lis
                 return record(candidate, feed.with_groups(candidate))
             except Exception as error:  # noqa: BLE001 - the user's class may raise anything
                 errors.append(first_line_of(error))
-    return errors
+    return errors[0]
 
 
 def recorded(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord | None:
