@@ -25,7 +25,6 @@ from zero_optim.comm.backends import raised_by_backend
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.work_log import WorkLog, explain_nothing
 from zero_optim.comm.works import Work
-from zero_optim.compat.autograd import default_store
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.errors import StalledError
@@ -35,7 +34,7 @@ from zero_optim.health.directory import Directory
 from zero_optim.health.peers import Listener, Presence, ask
 from zero_optim.health.tree import Message
 from zero_optim.health.verdicts import Verdicts
-from zero_optim.health.watchdog import AwakeTime, Watchdog, unwatch
+from zero_optim.health.watchdog import AwakeTime, Watchdog
 
 
 def watchdogs() -> int:
@@ -82,7 +81,6 @@ def test_a_detached_optimizer_needs_no_watchdog_and_gets_one_when_it_is_bound() 
     model = with_gradients(linear())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, timeout=50)
     wrapped = DistributedDataParallel(model)
-    key = f"zero_optim/watchdog/{dist.get_rank()}"
     for _ in range(3):
         wrapped.detach()
         optimizer.detach()
@@ -92,36 +90,12 @@ def test_a_detached_optimizer_needs_no_watchdog_and_gets_one_when_it_is_bound() 
             optimizer.step()
         log = optimizer.ranks.works.log
         assert log.explain is not explain_nothing
-        assert default_store().get(key) != b"left"
         assert optimizer.ranks.phase.timeout == 50
         assert {work.timeout for work in works if work.phase.name == "gather"} == {50}
     wrapped.detach()
     optimizer.detach()
     wait_until(lambda: watchdogs() == 0)
     assert watchdogs() == 0
-
-
-@on_ranks(2)
-def test_detaching_does_not_wait_for_a_store_that_does_not_answer() -> None:
-    leaves, answers = threading.Event(), threading.Event()
-
-    def leave(_: Directory) -> None:
-        leaves.set()
-        answers.wait(LIMIT)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Directory, "leave", leave)
-        optimizer = ZeroRedundancyOptimizer(linear().parameters(), torch.optim.SGD, lr=0.1)
-        optimizer.detach()
-        wait_until(leaves.is_set)
-        caller = threading.Thread(target=unwatch, args=(optimizer,), daemon=True)
-        caller.start()
-        caller.join(LIMIT / 2)
-        is_stuck = caller.is_alive()
-        answers.set()
-        wait_until(lambda: watchdogs() == 0)
-    assert leaves.is_set()
-    assert not is_stuck
 
 
 @on_ranks(2)

@@ -56,7 +56,7 @@ def verdict_to_json(verdict: Verdict | None) -> Sequence[Any] | None:
 
 
 Reports = Mapping[int, Status | Presence]  # by group rank
-_GONE = (Presence.ENDED, Presence.LEFT, Presence.NEVER)
+_GONE = (Presence.ENDED, Presence.NEVER)
 _UNASKED = (Presence.UNCONNECTED, Presence.UNKNOWN)
 _NAMED = 16  # missing ranks, each of which is described by itself
 _LONGEST = 2000  # characters of a verdict

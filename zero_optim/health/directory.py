@@ -25,7 +25,6 @@ from zero_optim.health.peers import (
 )
 from zero_optim.health.tree import FAN, Message, Range, cut, from_groups, to_runs
 
-_LEFT = "left"  # in the store, in the place of an address
 _WITH_A_PAST = (
     "the store of the process group has addresses of processes that have ended: this job was started again "
     "on the same store. gloo may connect to them, and then fails, or waits until its timeout: set "
@@ -62,13 +61,6 @@ class Directory:
         self._addresses[self.rank] = address
         store.set(key, json.dumps(address))
 
-    def leave(self) -> None:
-        """Record that this rank has ended well."""
-        with suppress(RuntimeError, ValueError):  # the store is gone, and so is whoever would ask
-            store = default_store()
-            if self.is_current():  # asked second: the store is not that of a default group made since
-                store.set(_key(self.rank), _LEFT)
-
     def learn(self, ranks: Sequence[int]) -> None:
         """Read the ranks' addresses early: the store may end first. Waits for all ranks."""
         unknown = [rank for rank in ranks if rank not in self._addresses or rank in self._unsure]
@@ -76,7 +68,7 @@ class Directory:
         if unknown:
             entries = default_store().multi_get([_key(rank) for rank in unknown])
             for rank, entry in zip(unknown, entries, strict=True):
-                self._note(rank, entry.decode())
+                self._addresses[rank] = Address(*json.loads(entry))
 
     def ask_all(
         self, ranks: Sequence[int], question: Message, stop: int | None = None
@@ -135,33 +127,23 @@ class Directory:
 
     def _ask(self, rank: int, question: Message) -> Message | Presence:
         """Ask a rank; it is absent if the process that has ended may be a former one."""
-        answer: Message | Presence | None = None if rank in self._addresses else self._look_up(rank)
-        if answer is None:
-            address = self._addresses[rank]
-            answer = ask(address, question)
-            if (
-                answer is Presence.ENDED and "verdict" not in question
-            ):  # then not why: the store may be stopped
-                with suppress(RuntimeError, ValueError):  # the store may be gone as well
-                    if self._look_up(rank) is Presence.LEFT:
-                        answer = Presence.LEFT
-                    elif self._addresses[rank] != address:  # it has begun to listen again
-                        answer = ask(self._addresses[rank], question)
-        is_gone = answer in (Presence.ENDED, Presence.LEFT)
-        return Presence.ABSENT if is_gone and rank in self._unsure else answer
+        if rank not in self._addresses and not self._look_up(rank):
+            return Presence.ABSENT
+        address = self._addresses[rank]
+        answer = ask(address, question)
+        if answer is Presence.ENDED and "verdict" not in question:  # then not why: the store may be stopped
+            with suppress(RuntimeError, ValueError):  # the store may be gone as well
+                if self._look_up(rank) and self._addresses[rank] != address:  # it has begun to listen again
+                    answer = ask(self._addresses[rank], question)
+        return Presence.ABSENT if answer is Presence.ENDED and rank in self._unsure else answer
 
-    def _look_up(self, rank: int) -> Presence | None:
-        """Read an address from the store; returns why there is none."""
+    def _look_up(self, rank: int) -> bool:
+        """Read an address from the store; returns whether there is one."""
         store = default_store()
         if not store.check([_key(rank)]):
-            return Presence.ABSENT
-        return self._note(rank, store.get(_key(rank)).decode())
-
-    def _note(self, rank: int, entry: str) -> Presence | None:
-        if entry == _LEFT:
-            return Presence.LEFT
-        self._addresses[rank] = Address(*json.loads(entry))
-        return None
+            return False
+        self._addresses[rank] = Address(*json.loads(store.get(_key(rank))))
+        return True
 
 
 def _key(rank: int) -> str:

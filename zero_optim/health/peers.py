@@ -39,8 +39,7 @@ _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)  # take
 class Presence(Enum):
     """What is known of a process that does not answer."""
 
-    ENDED = "has ended: nothing listens at its address any more"
-    LEFT = "has dropped its optimizers, or has exited"
+    ENDED = "has ended, or has dropped its optimizers: nothing listens at its address any more"
     NEVER = "has ended, and had built no optimizer and no DDP of zero_optim"
     SILENT = "does not answer: its process is stopped, its host too busy, or the link to it cut"
     UNCONNECTED = (

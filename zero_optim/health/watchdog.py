@@ -31,7 +31,7 @@ from zero_optim.comm.works import Work
 from zero_optim.compat.autograd import address_of_store, default_store
 from zero_optim.compat.streams import asking
 from zero_optim.health.directory import Directory
-from zero_optim.health.peers import ANSWER_LIMIT, Listener, host_towards
+from zero_optim.health.peers import Listener, host_towards
 from zero_optim.health.verdicts import Verdicts
 
 PUNCTUAL = 1.0  # seconds by which a look may be late and still counts in full
@@ -68,10 +68,8 @@ def watch(user: object, group: RankGroup, on_stall: object = "raise") -> None:
     if group.size == 1 or world is None:
         return
     watchdog = _WATCHDOGS.get(world)
-    if watchdog is not None and not watchdog.add(user, group, on_stall):
-        watchdog.has_left.wait(ANSWER_LIMIT)  # not longer: the store may be stuck
-        watchdog = None
-    if watchdog is None and Directory.can_be_kept():
+    is_added = watchdog is not None and watchdog.add(user, group, on_stall)
+    if not is_added and Directory.can_be_kept():
         is_first = world not in _WATCHDOGS
         watchdog = _WATCHDOGS[world] = Watchdog(log_of(world), world)
         watchdog.add(user, group, on_stall)
@@ -132,7 +130,6 @@ class Watchdog:
     def __init__(self, log: WorkLog, world: dist.ProcessGroup) -> None:
         current = weakref.ref(world)
         self.directory = Directory(lambda: current() is not None and dist.group.WORLD is current())
-        self.has_left = threading.Event()  # the store knows that this rank listens no more
         self._verdicts = Verdicts(log, self.directory)
         self._users = WeakSet[Any]()
         self._interval = _LONGEST_LOOK
@@ -170,7 +167,7 @@ class Watchdog:
 
     def end(self) -> None:
         """End the thread and wait for it; the interpreter calls it at exit."""
-        self._is_over = True
+        self._end_if_unused(at_once=True)
         self._listener.wake()
         self._thread.join(_LONGEST_END)
 
@@ -181,21 +178,17 @@ class Watchdog:
                     self._listener.answer(self._verdicts.answer)
                 self._look()
         finally:
-            with self._lock:
-                self._is_over = True
-            self._verdicts.log.explain = explain_nothing
-            try:
-                # Without the lock, which detach() takes too: a stopped process's store does not answer.
-                self.directory.leave()
-            finally:
-                self.has_left.set()
-                self._listener.close()
-                atexit.unregister(self.end)
+            self._end_if_unused(at_once=True)
+            self._listener.close()
+            atexit.unregister(self.end)
 
-    def _end_if_unused(self) -> bool:
+    def _end_if_unused(self, *, at_once: bool = False) -> bool:
         with self._lock:
-            is_needed = self._users or self._verdicts.has_failure()
-            self._is_over |= not is_needed or not self.directory.is_current()
+            if not self._is_over:  # else another watchdog may have begun
+                is_needed = self._users or self._verdicts.has_failure()
+                self._is_over = at_once or not is_needed or not self.directory.is_current()
+                if self._is_over:
+                    self._verdicts.log.explain = explain_nothing
             return self._is_over
 
     def _look(self) -> None:
