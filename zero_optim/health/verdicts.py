@@ -76,7 +76,6 @@ class Verdicts:
         self.exits = False
         self.log = log
         self._directory = directory
-        self._asking: set[tuple[int, ...]] = set()
         self._telling: set[tuple[int, ...]] = set()  # the verdict to ranks below this one in the tree
         self._complaints: dict[tuple[tuple[int, ...], str], threading.Event] = {}  # by ranks and kind
 
@@ -100,21 +99,16 @@ class Verdicts:
 
     def look_at_failed_step(self, works: GroupWorks) -> None:
         """Give up if ranks wait in vain after a step that raised here, as a rank beside this one shows."""
-        if works.verdict is None and works.whole not in self._asking:
-            self._asking.add(works.whole)
+        if works.verdict is None:
             _beside(lambda: self._ask_beside(works))
 
     def _ask_beside(self, works: GroupWorks) -> None:
-        # One rank is enough: all wait in the end.
-        try:
-            ranks = works.whole
-            before = ranks.index(works.ranks[works.ranks.index(self._directory.rank) - 1])
-            report = _reports(self._directory.ask_places(ranks, [before], {}))[before]
-            mine = self._status(ranks)
-            if works.verdict is None and isinstance(report, Status) and are_parted(mine, report):
-                self._complain(ranks, self._complaint("late", Work(works, Phase()), None))
-        finally:
-            self._asking.discard(works.whole)
+        ranks = works.whole  # one of them is enough: all wait in the end
+        before = ranks.index(works.ranks[works.ranks.index(self._directory.rank) - 1])
+        report = _reports(self._directory.ask_places(ranks, [before], {}))[before]
+        mine = self._status(ranks)
+        if works.verdict is None and isinstance(report, Status) and are_parted(mine, report):
+            self._complain(ranks, self._complaint("late", Work(works, Phase()), None))
 
     def look_at_failure(self, work: Work, error: Exception | None) -> None:
         """Give up if a work that nobody waits for failed since ranks have ended."""
