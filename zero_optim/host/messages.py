@@ -46,7 +46,7 @@ class OneHost(SharedMemory):
             for peer in self.peers:
                 self.expect(work, (peer,), _ROWS, _copies(self, peer, lists[peer]), tag, num_heads)
 
-        return self.start((lists,), begin, then)
+        return self.start(begin, then)
 
     def sum_rows(self, rows: Sequence[Tensor], total: Tensor, add: Add) -> HostWork:
         """Send row r to rank r, and add up, by ``add``, all rows of this rank into ``total``."""
@@ -65,7 +65,7 @@ class OneHost(SharedMemory):
             parts = [(mine.nbytes, _adding(self, mine, total, add)) for mine, total in sums]
             self.expect(work, self.peers, _ADDENDS, parts)
 
-        return self.start((rows, totals), begin, then)
+        return self.start(begin, then)
 
     def sum_all(self, tensor: Tensor, then: Then = None) -> HostWork:
         """Sum a tensor over all ranks in place, in the order of memory; ``then`` gets the failure, if any."""
@@ -92,7 +92,7 @@ class OneHost(SharedMemory):
             for peer in self.peers:
                 self.expect(work, (peer,), _SUMS, _copies(self, peer, [chunks[peer]]))
 
-        return self.start((flat,), begin, then)
+        return self.start(begin, then)
 
 
 def _copies(memory: SharedMemory, peer: int, targets: Sequence[Tensor]) -> list[tuple[int, Act]]:

@@ -70,12 +70,9 @@ class SharedMemory:
     # ------------------------------------------------------------------ calls begin
 
     def start(
-        self,
-        kept: Sequence[object],
-        begin: Callable[[HostWork], None],
-        then: Callable[[str | None], None] | None = None,
+        self, begin: Callable[[HostWork], None], then: Callable[[str | None], None] | None = None
     ) -> HostWork:
-        """Start a call: ``begin`` says what it sends and does. Sends what there is room for."""
+        """Start a call: ``begin`` says what it does, and keeps its tensors. Sends what there is room for."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 "a process that was forked from a rank cannot take part in its collectives: start ranks with "
@@ -86,7 +83,7 @@ class SharedMemory:
                 if self.failure is not None:
                     raise dist.DistNetworkError(self.failure)
                 self.num_started += 1
-                work = HostWork(self, self.num_started, *kept)
+                work = HostWork(self, self.num_started, begin)
                 work.then = then
                 begin(work)
                 self._works.append(work)
