@@ -76,7 +76,7 @@ def state_entries(subject: OptimizerUnderTest, num_dims: int) -> dict[str, bool]
     tried = []
     for group in subject.groups:
         shapes = [_SIZES[:num_dims], _LARGE_SIZES[:num_dims]]
-        if num_dims == 1:
+        if num_dims == 1:  # a large vector only then: Shampoo would take minutes
             differs = entries_of(_SIZES[:2], group) != entries_of(_LARGE_SIZES[:2], group)
             shapes[1:] = [_LARGE_VECTOR] if differs else []
         tried += [entries for shape in shapes if (entries := entries_of(shape, group))]
