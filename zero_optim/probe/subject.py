@@ -82,16 +82,9 @@ class OptimizerUnderTest:
 
     @property
     def is_fused(self) -> bool:
-        """Whether a kernel takes the whole step, split where plans cut; for subjects of `by_kernel`."""
-        return all(map(self._is_fused, self.groups))
-
-    def _is_fused(self, group: object) -> bool:
-        return bool({**from_hashable(self.options), **from_hashable(group)}.get("fused"))
-
-    def by_kernel(self) -> "list[OptimizerUnderTest]":
-        """Split it into groups with a fused kernel and the others."""
-        parts = (tuple(g for g in self.groups if self._is_fused(g) is kind) for kind in (True, False))
-        return [replace(self, groups=part) for part in parts if part]
+        """Whether a kernel takes the whole step of each group, split where plans cut."""
+        options = from_hashable(self.options)
+        return all({**options, **from_hashable(group)}.get("fused") for group in self.groups)
 
     def awake(
         self, shape: tuple[int, ...], names: Collection[str] | None
