@@ -34,7 +34,7 @@ from zero_optim.health.directory import Directory
 from zero_optim.health.peers import Listener, Presence, ask
 from zero_optim.health.tree import Message
 from zero_optim.health.verdicts import Verdicts
-from zero_optim.health.watchdog import AwakeTime, Watchdog
+from zero_optim.health.watchdog import Watchdog
 
 
 def watchdogs() -> int:
@@ -258,28 +258,6 @@ def test_a_work_that_fails_while_nobody_waits_for_it_tells_which_rank_has_ended(
     assert group.works.has_failed
     assert str(work.exception()) == str(caught.value)
     assert "rank 1 has ended" in str(caught.value)
-
-
-@on_ranks(1)
-@pytest.mark.parametrize("kind", ["waits", "outstanding"])
-def test_time_in_which_the_process_did_not_run_counts_for_no_wait(kind: str) -> None:
-    group = RankGroup.of(None).within(10.0)
-    watchdog = Watchdog(group.works.log, dist.group.WORLD)  # type: ignore[arg-type]
-    watchdog._listener.close()
-    now = [100.0]
-    work = group.begin_work() if kind == "waits" else work_of(group)
-    work.started = work.waiting_since = now[0]
-    if kind == "waits":
-        group.works.pending.add(work)
-    done: list[tuple[str, float]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verdicts_module, "_beside", lambda work: work())
-        patch.setattr(watchdog, "_awake", AwakeTime(lambda: now[0]))
-        patch.setattr(watchdog._verdicts, "_complain", lambda _, told: done.append((told.kind, told.seconds)))
-        for pause in (0, 1, 1, 3600, 1.5, 1, 86400, 60, 1, 1, 1):  # what it plans is at most 1 s
-            now[0] += pause
-            watchdog._look()
-    assert done == [("slow", 5.5), ("late", 10.5)]
 
 
 def test_where_nobody_answers_a_process_is_silent_and_where_nobody_listens_it_has_ended(

@@ -6,10 +6,6 @@ Note [Watching NCCL]
     With NCCL the CPU does not wait, and a stream cannot raise. So the watchdog queries one work of each
     group. If it is late, or ranks have ended, each rank logs the verdict, aborts its communicators, and
     raises from the next work and in `RankGroup.read`.
-
-Note [Time asleep]
-    A process may stand still for hours (SIGSTOP, a paused virtual machine), and all waits look long. If the
-    thread wakes more than `PUNCTUAL` later than planned, that time does not count.
 """
 
 import atexit
@@ -17,8 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary, WeakSet
@@ -34,8 +29,6 @@ from zero_optim.health.directory import Directory
 from zero_optim.health.peers import Listener, host_towards
 from zero_optim.health.verdicts import Verdicts
 
-PUNCTUAL = 1.0  # seconds by which a look may be late and still counts in full
-_KEPT = 256  # times asleep, of more than `PUNCTUAL` each
 OnStall = Literal["raise", "exit"]
 
 _LONGEST_LOOK = 1.0  # seconds between two looks at the waits
@@ -102,28 +95,6 @@ def learn_addresses(group: RankGroup) -> None:
         watchdog.directory.learn(group.works.ranks)
 
 
-class AwakeTime:
-    """A clock without time in which this process did not run; for one thread."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._last: float | None = None
-        self._asleep: deque[tuple[float, float]] = deque(maxlen=_KEPT)  # from when to when
-
-    def look(self, planned: float) -> float:
-        """Return the time, when the thread planned to wake after ``planned`` seconds."""
-        now = self._clock()
-        if self._last is not None and now - self._last > planned + PUNCTUAL:
-            self._asleep.append((self._last + planned, now))
-        self._last = now
-        return now
-
-    def since(self, start: float, now: float) -> float:
-        """Return the seconds awake between two times of the clock."""
-        lost = sum(max(0.0, end - max(begin, start)) for begin, end in self._asleep)
-        return max(0.0, now - start - lost)
-
-
 class Watchdog:
     """Checks the waits of this process, and answers other ranks."""
 
@@ -133,7 +104,6 @@ class Watchdog:
         self._verdicts = Verdicts(log, self.directory)
         self._users = WeakSet[Any]()
         self._interval = _LONGEST_LOOK
-        self._awake = AwakeTime()
         self._lock = threading.RLock()  # a signal handler may build and save too
         self._is_over = False
         self._listener = Listener(host_towards(*address_of_store(default_store())))
@@ -192,11 +162,10 @@ class Watchdog:
             return self._is_over
 
     def _look(self) -> None:
-        now = self._awake.look(self._interval)
         for work in self._verdicts.log.waits():
             since = work.waiting_since
             if since is not None:  # another thread may just have ended the wait
-                self._verdicts.look_at_wait(work, self._awake.since(since, now))
+                self._verdicts.look_at_wait(work, time.monotonic() - since)
         for works in list(self._verdicts.log.groups.values()):
             if works.failure:
                 self._verdicts.look_at_failed_step(works)
@@ -204,16 +173,16 @@ class Watchdog:
             if late is None or late.late_on is None:
                 continue
             with asking(late.late_on):  # see Note [Watching NCCL]
-                self._look_at(works, late, now)
+                self._look_at(works, late)
                 del late  # perhaps the last reference: what it has of the device goes with the device in use
 
-    def _look_at(self, works: GroupWorks, work: Work, now: float) -> None:
+    def _look_at(self, works: GroupWorks, work: Work) -> None:
         is_gone = works.group() is None
         if is_gone or work.is_completed():
             works.outstanding = None
             self._verdicts.look_at_failure(work, None if is_gone else work.exception())
         else:
-            self._verdicts.look_at_wait(work, self._awake.since(work.started, now))
+            self._verdicts.look_at_wait(work, time.monotonic() - work.started)
 
 
 def _close_in_child() -> None:
