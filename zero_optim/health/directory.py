@@ -23,7 +23,7 @@ from zero_optim.health.peers import (
     has_second_line,
     in_threads,
 )
-from zero_optim.health.tree import FAN, Message, Range, cut, from_groups, to_runs
+from zero_optim.health.tree import FAN, Message, cut, from_groups, to_runs
 
 _WITH_A_PAST = (
     "the store of the process group has addresses of processes that have ended: this job was started again "
@@ -77,30 +77,24 @@ class Directory:
         me = ranks.index(self.rank)
         others = len(ranks) - 1
         ranges = cut(me + 1, stop) if stop else cut(0, me, others) + cut(me + 1, len(ranks), others)
-        answers = self._ask_ranges(ranks, question, ranges)
-        failed = [
-            place for place, answer in answers.items() if answer in (Presence.UNCONNECTED, Presence.UNKNOWN)
-        ]
-        if len(ranks) > FAN and stop is None and len(failed) <= FAN:  # a rank that asked it may be to blame
-            answers |= self.ask_places(ranks, failed, question)
-        return answers
-
-    def _ask_ranges(
-        self, ranks: Sequence[int], question: Message, ranges: list[Range]
-    ) -> dict[int, Message | Presence]:
         answers: dict[int, Message | Presence] = {}
         while ranges:
             several = [each for each in ranges if each[1] - each[0] > 1]
             answers |= self.ask_places(ranks, [first for first, _ in ranges], question, dict(several))
             ranges = []
-            for first, stop in several:
+            for first, end in several:
                 answer = answers[first]
                 groups = answer.pop("answers", None) if isinstance(answer, dict) else None
                 if groups is None:
-                    ranges += cut(first + 1, stop)
+                    ranges += cut(first + 1, end)
                 else:
                     for place, said in from_groups(groups).items():
                         answers[place] = Presence[said] if isinstance(said, str) else said
+        failed = [
+            place for place, answer in answers.items() if answer in (Presence.UNCONNECTED, Presence.UNKNOWN)
+        ]
+        if len(ranks) > FAN and stop is None and len(failed) <= FAN:  # a rank that asked it may be to blame
+            answers |= self.ask_places(ranks, failed, question)
         return answers
 
     def ask_places(
