@@ -19,7 +19,7 @@ from pool import on_ranks
 from sync_calls import cpu_as_accelerator, recorded, texts
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.ddp.reducer.assignment import History, ReducedParams, ReducerOptions, assign
-from zero_optim.ddp.reducer.backward_pass import BackwardPass, Reductions
+from zero_optim.ddp.reducer.backward_pass import BackwardPass
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.stream_order import StreamOrder
 from zero_optim.shard.engine import Engine
@@ -34,7 +34,7 @@ class Begun:
         options = ReducerOptions(bucket_caps_nbytes=(2**30,))
         assignment = assign(ReducedParams.of(self.params), options)
         self.current = BackwardPass(
-            assignment, History(num_params), options, Reductions(Engine(), self.launch), divisor=2.0
+            assignment, History(num_params), options, Engine(), self.launch, divisor=2.0
         )
 
     def launch(self, bucket: ReducerBucket) -> Any:
@@ -42,7 +42,7 @@ class Begun:
 
     def come(self, index: int) -> None:
         self.params[index].grad = torch.ones(10, device=torch.device("cpu"))
-        self.current.arrived(index)
+        self.current.came(index)
 
 
 DEFECTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -65,11 +65,11 @@ def on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHand
     return handle
 
 
-def nearest(output: Tensor, leaves: Container[int]) -> Node | None:
-    """Return the nearest node that accumulates into one of the leaves, by id."""
+def nearest(output: Tensor, leaves: Container[int]) -> Tensor | None:
+    """Return the nearest of the leaves, by id, behind an output."""
     assert output.grad_fn is not None  # asked for by the caller
-    nodes = _nodes_behind([output.grad_fn])
-    return next((node for node in nodes if id(getattr(node, "variable", None)) in leaves), None)
+    behind = (getattr(node, "variable", None) for node in _nodes_behind([output.grad_fn]))
+    return next((leaf for leaf in behind if id(leaf) in leaves), None)
 
 
 def _nodes_behind(nodes: Iterable[Node]) -> Iterator[Node]:
@@ -88,12 +88,6 @@ def _nodes_behind(nodes: Iterable[Node]) -> Iterator[Node]:
 def accumulates(leaf: Tensor) -> bool:
     """Whether the running backward pass gives a leaf a gradient; for one of its hooks."""
     return leaf.requires_grad and will_run(get_gradient_edge(leaf).node)
-
-
-def reaches(node: Node) -> bool:
-    """As `accumulates`, for a node from `nearest`."""
-    untyped: Any = node
-    return untyped.variable.requires_grad and will_run(node)
 
 
 def refuse_distributed_autograd() -> None:

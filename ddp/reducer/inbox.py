@@ -13,13 +13,12 @@ from typing import Any, ParamSpec, TypeVar
 from weakref import WeakMethod
 
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from zero_optim.compat import private
 from zero_optim.compat.autograd import after_backward
 from zero_optim.ddp.reducer.backward_pass import BackwardPass, Phase
-from zero_optim.ddp.reducer.graph import nearest, on_gradient, reaches, refuse_distributed_backward
+from zero_optim.ddp.reducer.graph import accumulates, nearest, on_gradient, refuse_distributed_backward
 from zero_optim.ddp.reducer.report import REPLACED, SWAPPED
 from zero_optim.shard.engine import Engine
 
@@ -51,7 +50,7 @@ class Inbox:
         def came(index: int, _: Tensor) -> None:
             current = self.current
             if current is not None and current.phase is running:
-                current.arrived(index)
+                current.came(index)
             else:
                 take_first(index)
             if follow is not None:
@@ -104,10 +103,10 @@ def announce_backward(
 ) -> None:
     """Call `reached` when a backward pass goes through an output to a parameter, by id."""
 
-    def hook_of(witness: Node | None) -> Callable[[Tensor], None]:
+    def hook_of(witness: Tensor | None) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
             # torch.autograd.grad goes through outputs too, but gives no parameter its gradient.
-            if witness is None or not reaches(witness):
+            if witness is None or not accumulates(witness):
                 refuse_distributed_backward()
                 if witness is not None:
                     return

@@ -22,7 +22,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.autograd import in_backward, shadowed_pass
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.ddp.reducer.assignment import BucketAssignment, History, ReducedParams, ReducerOptions, assign
-from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassWithGraph, Phase, Reductions
+from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassWithGraph, Phase
 from zero_optim.ddp.reducer.graph import UnusedSearch, refuse_distributed_autograd, tensors_in
 from zero_optim.ddp.reducer.inbox import Inbox, Ties, announce_backward, remove, weakly, when_backward_ends
 from zero_optim.ddp.reducer.reduction import Hook, HookSlot, Launch
@@ -231,7 +231,7 @@ class Reducer:
 
     def _first_arrived(self, index: int) -> None:
         if self._is_wanted():
-            self._begin().arrived(index)
+            self._begin().came(index)
         else:
             self.unreduced[index] = True
 
@@ -254,14 +254,17 @@ class Reducer:
         return current
 
     def _new_pass(self, assignment: BucketAssignment, divisor: float, *, in_join: bool) -> BackwardPass:
+        options = self.options
+        if in_join and not self.history.num_passes:  # from it a rank without a batch learns what is used
+            options = replace(options, skip_all_reduce_unused_params=False)
         return (PassWithGraph if torch.is_grad_enabled() else BackwardPass)(
             assignment,
             self.history,
-            self.options,
-            Reductions(self._ties.engine, self._open()),
+            options,
+            self._ties.engine,
+            self._open(),
             divisor=divisor,
             can_carry_word=self.slot.hook is None and assignment.buckets[-1].can_carry_failure_word,
-            in_join=in_join,
             held_up=nullcontext() if self.defers_reports else self._summing.phase,
         )
 
@@ -292,7 +295,7 @@ class Reducer:
         self.group.phase.traffic.count_step()
         defers = self.defers_reports and self._divisor is None and current.kind != "learning"
         self._divisor = None
-        current.end(carried)
+        current.complete(carried)
         self._hand_out(current, defers=defers, drops=broke_off and defers)  # nobody is told yet
         if current.keeps_graph and any(current.calls):
             warnings.warn(WITHOUT_GRAPH, stacklevel=2)
