@@ -8,9 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket as _GradBucket  # type: ignore[attr-defined] # its stub exports nothing
 
-from zero_optim.comm.work_log import noted_of
-from zero_optim.comm.works import explained
-from zero_optim.host.messages import can_sum
+from zero_optim.comm.collectives import RankGroup
+from zero_optim.flow.pending import Pending
 from zero_optim.plan.strides import consecutive_views
 
 GradBucket: TypeAlias = _GradBucket
@@ -45,14 +44,6 @@ def name_of(hook: Hook) -> str:
     return getattr(hook, "__name__", type(hook).__name__)
 
 
-def mean_hook(state: dist.ProcessGroup | None, bucket: GradBucket) -> TensorFuture:
-    """Average a bucket as DDP without a hook: multiply by 1 / ranks. DDP divides views of a bucket."""
-    group, buffer = group_of(state), bucket.buffer()
-    if not getattr(bucket, "is_divided", False):
-        buffer = buffer.div_(group.size()) if buffer.is_sparse else buffer.mul_(1 / group.size())
-    return _start_sum(group, buffer)
-
-
 def group_of(state: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return the group that a hook's state is, the default one for None; ValueError without any."""
     group = dist.group.WORLD if state is None else state
@@ -63,35 +54,9 @@ def group_of(state: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-def _start_sum(group: dist.ProcessGroup, tensor: Tensor) -> TensorFuture:
-    """Start an in-place sum over all ranks; the future holds the tensor. An error names missing ranks."""
-    works = noted_of(group)  # a gloo thread must not be the last to hold a group
-    is_complex = tensor.is_complex()
-
-    def summed(landed: torch.futures.Future[Any]) -> Tensor:
-        try:
-            total: Tensor = landed.value()[0]
-        except RuntimeError as error:
-            missing = explained(works, error)
-            if missing is None:
-                raise
-            raise missing from error
-        # Complex numbers travel as pairs of real ones.
-        return torch.view_as_complex(total) if is_complex and not total.is_complex() else total
-
-    memory = None if works is None else works.shared_memory
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    if memory is None or not can_sum(tensor):
-        work = dist.all_reduce(tensor, group=group, async_op=True)
-        assert work is not None  # async_op=True on a member of the group always returns a handle
-        future = work.get_future()
-        return future.then(summed)
-
-    def end(failure: str | None) -> None:
-        if failure is None:
-            future.set_result([tensor])
-        else:
-            future.set_exception(dist.DistNetworkError(failure))
-
-    memory.sum_all(tensor, end)
-    return future.then(summed)
+def start_mean(ranks: RankGroup, bucket: GradBucket) -> Pending[Tensor]:
+    """Start to average a bucket as DDP without a hook: times 1 / ranks. DDP divides views of a bucket."""
+    buffer = bucket.buffer()
+    if not getattr(bucket, "is_divided", False):
+        buffer = buffer.div_(ranks.size) if buffer.is_sparse else buffer.mul_(1 / ranks.size)
+    return ranks.start_sum(buffer, f"bucket {bucket.index()}")

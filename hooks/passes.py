@@ -48,10 +48,9 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.lanes import Lease
-from zero_optim.comm.works import Work
 from zero_optim.compat import private
 from zero_optim.compat.streams import record_use, to_device
-from zero_optim.flow.pending import Pending
+from zero_optim.flow.pending import Pending, Waitable
 from zero_optim.hooks.grad_bucket import TensorFuture, gradients_in
 from zero_optim.hooks.owners import OwnerReduction
 from zero_optim.iteration.overlap import Overlap
@@ -157,13 +156,13 @@ class SteppedPass:
 
 
 @dataclass(slots=True, eq=False)
-class Task:
+class SteppedBucket:
     """A bucket of DDP being reduced, then stepped: one work of `Overlap.under_way`."""
 
     of: SteppedPass
     params: Sequence[Tensor]
     buffer: Tensor  # has the unreduced gradients
-    reduced: Work | OwnerReduction
+    reduced: Waitable  # has one tensor, perhaps in a list
     all_used: bool
     done: TensorFuture
     _gradients: Sequence[Tensor] = field(default=(), init=False)

@@ -16,29 +16,25 @@ Note [Numbers of a static graph]
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_optim.comm.agreement import agreeing, check_flags, raise_together
-from zero_optim.comm.collectives import RELEASED
-from zero_optim.comm.works import Work
+from zero_optim.comm.collectives import RELEASED, RankGroup
 from zero_optim.compat import autograd
 from zero_optim.compat.streams import future_on
 from zero_optim.ddp.owners.owner_sums import OwnerSums
-from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, group_of, mean_hook, name_of
-from zero_optim.hooks.owners import OwnerGradients, OwnerReduction
-from zero_optim.hooks.passes import SteppedPass, Task
+from zero_optim.flow.pending import Waitable
+from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, group_of, name_of, start_mean
+from zero_optim.hooks.owners import OwnerGradients
+from zero_optim.hooks.passes import SteppedBucket, SteppedPass
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.plan.description import describe
-
-_NO_OWNER = (
-    "{number} parameters of the model are not in the optimizer, so they have no owner to reduce their "
-    'gradients to: add them to it, or reduce gradients "everywhere"'
-)
 
 
 def zero_step(
@@ -69,8 +65,12 @@ def zero_step(
         optimizer: its classes must be steppable in parts (see ``optimizer.explain()``).
         hook: reduces the gradients; None for DDP's mean.
         interleave: False delays all steps until the last bucket's reduction has started.
-        gradients: "owners" reduces as `reduce_to_owners`, with the same ``param.grad``: the next backward
-            pass raises unless ``zero_grad()`` was called, and inside ``Join``.
+        gradients: "owners" sends each dense gradient to its owner alone, in half the bytes of an all-reduce;
+            other ranks have a `PartialGradient`, without memory, which raises if read. The next backward
+            pass raises unless ``zero_grad()`` was called, and inside ``Join``. Added in the order of ranks,
+            bf16 and fp16 in float32 with one rounding; two ranks get the bits of "everywhere". Our DDP
+            takes the optimizer's buckets and ``bucket_cap_mb``. If one rank owns every parameter, it is an
+            all-reduce.
         ddp: the hook's wrapper; not needed for `zero_optim.ddp`. If it allows unused parameters, or is None,
             all-zero gradients are searched (on an accelerator the CPU waits) and stepped after backward.
 
@@ -168,24 +168,22 @@ class ZeroStep:
         to_owners: bool,
         all_used: Callable[[], bool],
     ) -> None:
-        self._hook: Hook = mean_hook if hook is None else hook
-        self.__name__ = self.__qualname__ = f"zero_step({name_of(self._hook)})"  # which DDP logs
+        self._hook = hook  # None for a mean
+        inner = "mean_hook" if hook is None else name_of(hook)
+        self.__name__ = self.__qualname__ = f"zero_step({inner})"  # which DDP logs
         self._optimizer = optimizer
         self._overlap = overlap = optimizer.iteration.overlap()
-        self._to_owners: OwnerGradients | None = None
-        if to_owners:
-            self._to_owners = OwnerGradients(optimizer, overlap.new_lanes(), _NO_OWNER)
+        self._to_owners = OwnerGradients(optimizer, overlap.new_lanes()) if to_owners else None
         self.buckets = self._to_owners  # those that our DDP takes, None for its own
         self._interleave = interleave
         self._all_used = all_used
         self._pass: SteppedPass | None = None
-        self._held: list[Task] = []  # came, and are not queued yet
+        self._held: list[SteppedBucket] = []  # came, and are not queued yet
         self._ending: set[int] = set()  # the engine's numbers of the passes that will call `_end`
 
     def divides_by(self, state: dist.ProcessGroup | None) -> float | None:
         """Return by what our DDP divides gradients as it copies them; None if the hook does."""
-        is_mean = self._hook is mean_hook and self._to_owners is None
-        return group_of(state).size() if is_mean else None
+        return group_of(state).size() if self._hook is None and self._to_owners is None else None
 
     def __deepcopy__(self, memo: object) -> "ZeroStep":
         """Return the hook itself, like a function: a copied DDP has the hook of the original."""
@@ -210,7 +208,7 @@ class ZeroStep:
             with of.storing_errors():
                 self._optimizer.core.check_sparse(params)
         done: TensorFuture = future_on(buffer.device)
-        self._held.append(Task(of, params, buffer, reduced, all_used, done))
+        self._held.append(SteppedBucket(of, params, buffer, reduced, all_used, done))
         if self._interleave or of.is_complete or autograd.has_computed_all():
             self._put_held(of)
         if joined and of.is_complete:  # there is no backward pass to end
@@ -228,21 +226,23 @@ class ZeroStep:
         self._pass = SteppedPass(self._overlap, leases, joined)
         return self._pass
 
-    def _reduction(self, state: object, bucket: GradBucket, all_used: bool) -> Work | OwnerReduction:
+    def _reduction(self, state: Any, bucket: GradBucket, all_used: bool) -> Waitable:  # noqa: ANN401 - the hook's
         ranks = self._overlap.group.during("reduce", is_exposed=not self._overlap.takes_thread)
-        if self._to_owners is not None:
-            self._to_owners.spans(bucket)  # raises for parameters without an owner
-            if not self._to_owners.has_one_owner:
-                line = OwnerSums(ranks, self._to_owners.lanes)
-                return OwnerReduction(self._to_owners, line, bucket, all_used=all_used)
-            state = ranks.process_group
-        # A work, so that the watchdog sees who waits for the hook: PyTorch's DDP makes none.
         unexposed = ranks.during("reduce", is_exposed=False)
-        with unexposed.begin_work(f"bucket {bucket.index()}", runs_hook=True) as work:
-            work.take(self._hook(state, bucket))
-        if self._hook is mean_hook:  # what other hooks send is not known
-            ranks.count_sum(bucket.buffer())
-        return work
+        if self._hook is not None:
+            # A work, so that the watchdog sees who waits for the hook: PyTorch's DDP makes none.
+            with unexposed.begin_work(f"bucket {bucket.index()}", runs_hook=True) as work:
+                work.take(self._hook(state, bucket))
+            return work
+        if self._to_owners is not None:
+            self._to_owners.check(bucket.parameters())
+            if not self._to_owners.has_one_owner:
+                sums = OwnerSums(ranks, self._to_owners.lanes)
+                return self._to_owners.reduce(sums, bucket, all_used=all_used)
+            state = ranks.process_group
+        if (group := group_of(state)) is not ranks.process_group:
+            unexposed = replace(RankGroup.of(group, bucket.buffer()), phase=unexposed.phase)
+        return start_mean(unexposed, bucket)
 
     def _put_held(self, of: SteppedPass) -> None:
         if not of.has_begun:

@@ -103,7 +103,7 @@ MORE_ROWS = [
     ),
     *(
         Row(stage, "complex", "freezing", "plain")  # of those frozen one is complex
-        for stage in ("to owners", "overlap", "overlap, owners", "overlap, torch's DDP")
+        for stage in ("overlap", "overlap, owners", "overlap, torch's DDP")
     ),
     *(Row(stage, "dtypes", "ordinary", "static graph") for stage in STAGES if "overlap" in stage),
     *(Row(stage, "tower", "adding", "gradients as views") for stage in OVERLAPS),

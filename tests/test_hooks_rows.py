@@ -33,9 +33,8 @@ def rows_sent() -> Iterator[list[Tensor]]:
         yield sent
 
 
-HOOKS = {"reduce_to_owners": STAGES["to owners"], "zero_step": STAGES["overlap, owners"]}
+HOOK = STAGES["overlap, owners"]
 NO_HOOK = Stage(DistributedDataParallel)
-both_hooks = pytest.mark.parametrize("hook", HOOKS)
 VIEWS = {"gradient_as_bucket_view": True}
 
 
@@ -73,7 +72,6 @@ def assert_alike(run: Run, whole: Run, where: object = "") -> None:
 
 
 @on_ranks(2)
-@both_hooks
 @pytest.mark.parametrize(
     ("model", "option", "of_wrapper"),
     [
@@ -82,10 +80,8 @@ def assert_alike(run: Run, whole: Run, where: object = "") -> None:
         ("unused", "plain", {"find_unused_parameters": True}),
     ],
 )
-def test_rows_are_sent_from_their_bucket(
-    hook: str, model: str, option: str, of_wrapper: dict[str, bool]
-) -> None:
-    run = built(HOOKS[hook], model, option, **of_wrapper)
+def test_rows_are_sent_from_their_bucket(model: str, option: str, of_wrapper: dict[str, bool]) -> None:
+    run = built(HOOK, model, option, **of_wrapper)
     for number in range(4):
         run.optimizer.zero_grad()
         backward(run, number)
@@ -93,8 +89,7 @@ def test_rows_are_sent_from_their_bucket(
 
 
 @on_ranks(2)
-@both_hooks
-def test_a_hook_that_comes_late_has_its_rows_too(hook: str) -> None:
+def test_a_hook_that_comes_late_has_its_rows_too() -> None:
     """The hook comes when gradients of plain passes, reduced or not, are there."""
     whole, run = runs = [built(NO_HOOK, gradient_as_bucket_view=True) for _ in range(2)]
     for number in range(3):
@@ -106,7 +101,7 @@ def test_a_hook_that_comes_late_has_its_rows_too(hook: str) -> None:
         each.model.zero_grad()
         with each.model.no_sync():
             each.loss(3).backward()
-    make = HOOKS[hook].hook
+    make = HOOK.hook
     assert make is not None
     run.model.register_comm_hook(None, make(run.optimizer))
     for number in range(4, 7):

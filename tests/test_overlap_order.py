@@ -216,7 +216,7 @@ def raises_once(original: Any) -> Any:
 
 POINTS: dict[str, tuple[Any, str]] = {
     "beginning": (Overlap, "begin"),
-    "receiving": (passes.Task, "receive"),
+    "receiving": (passes.SteppedBucket, "receive"),
     "gradients": (passes, "gradients_in"),
     "marking use": (passes, "record_use"),
     "counting": (passes.SteppedPass, "take"),

@@ -25,7 +25,7 @@ from zero_optim import (
     checkpoint,
 )
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
-from zero_optim.hooks import reduce_to_owners, zero_step
+from zero_optim.hooks import zero_step
 from zero_optim.step.partial import PartialGradient
 
 
@@ -247,7 +247,7 @@ def test_gradients_that_a_hook_has_sharded_are_dropped_and_the_hook_has_to_be_ma
     model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_MB)
     params = list(model.parameters())
     optimizer = adamw(params)
-    hook = reduce_to_owners(optimizer)
+    hook = zero_step(optimizer, gradients="owners")
     model.register_comm_hook(None, hook)
     mlp_loss(model, 0).backward()
     assert any(isinstance(param.grad, PartialGradient) for param in params)

@@ -19,7 +19,6 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.row_sum import ReceiveBuffer, start_in_stages
-from zero_optim.compat.streams import StreamBeside
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
 from zero_optim.plan.slices import Slices
@@ -35,13 +34,11 @@ class OwnerSums:
         inner: RankGroup,  # the ranks of this replica
         lanes: Lease,  # for exchanges among them
         across: RankGroup | None = None,  # owners of the same rows in all replicas
-        *,
-        streams: StreamBeside | None = None,  # which wait for the sums; `finish` waits for these
     ) -> None:
         self.inner, self.lanes, self._sum_across = inner, lanes, across
         self._received = ReceiveBuffer()
         # Of sums, of what brings them to owners, and of sums across replicas; each of one bucket at a time.
-        self._flows = Flow(1, streams=streams), Flow(1, streams=streams), Flow(1, streams=streams)
+        self._flows = Flow(1), Flow(1), Flow(1)
 
     def launch(
         self,
@@ -66,7 +63,7 @@ class OwnerSums:
                 about = f"{label}, across replicas"
                 stages.append((replicas, lambda total: across.start_sum(total, about)))
             end = partial(self._go_on, stages, lambda total: results.append(take_over(total)))
-            sums.start(lambda: Pending([work], end), device=flat.device)
+            sums.start(lambda: Pending([work], end))
         return Pending([], lambda _: self._finish(results))
 
     def _go_on(
@@ -79,7 +76,7 @@ class OwnerSums:
             return
         (flow, stage), *later = stages
         go_on = partial(self._go_on, later, end)
-        flow.start(lambda: Pending([stage(total)], go_on), device=total.device)
+        flow.start(lambda: Pending([stage(total)], go_on))
 
     def finish(self) -> None:
         """Wait for all buckets; raises what an earlier wait raised."""

@@ -207,7 +207,7 @@ WITH_KERNELS: Tests = {
     **table("packed; views", "tower", "scheduled", "two classes"),
 }
 WITH_FUTURES: Tests = {
-    **table("to owners", "tower", "clipped"),
+    **table("overlap, owners", "tower", "ordinary"),
     "overlap: step() never called": (overlap.check_no_step, "ours", True),
 }
 # Not "ordinary" with batch norms: DDP broadcasts buffers in its evaluation, between forward and backward.

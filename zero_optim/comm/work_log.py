@@ -238,10 +238,3 @@ def log_of(world: dist.ProcessGroup) -> WorkLog:
             for works in list(log.groups.values()):
                 works.let_memory_go()
     return _LOGS.setdefault(world, WorkLog())
-
-
-def noted_of(group: dist.ProcessGroup) -> GroupWorks | None:
-    """Return the works of a group, if recorded."""
-    world = dist.group.WORLD
-    known = None if world is None else log_of(world).groups.get(id(group))
-    return known if known is not None and known.group() is group else None

@@ -164,12 +164,3 @@ class Work:
             except Exception as error:  # noqa: BLE001 - returned, not raised
                 return error.with_traceback(None)
         return None
-
-
-def explained(works: GroupWorks | None, error: RuntimeError) -> Exception | None:
-    """Explain a failed future of the backend; None if its own message is best. May take seconds."""
-    if works is None:
-        return None
-    if works.verdict is not None:
-        return works.verdict.error()
-    return works.log.explain(Work(works, Phase(name="reduce")), error)

@@ -67,8 +67,8 @@ class OneHost(SharedMemory):
 
         return self.start(begin, then)
 
-    def sum_all(self, tensor: Tensor, then: Then = None) -> HostWork:
-        """Sum a tensor over all ranks in place, in the order of memory; ``then`` gets the failure, if any."""
+    def sum_all(self, tensor: Tensor) -> HostWork:
+        """Sum a tensor over all ranks in place, in the order of memory."""
         flat = flattened(tensor)
         size = flat.element_size()
         edges = chunk_edges(flat.nbytes, self.size, size)
@@ -92,7 +92,7 @@ class OneHost(SharedMemory):
             for peer in self.peers:
                 self.expect(work, (peer,), _SUMS, _copies(self, peer, [chunks[peer]]))
 
-        return self.start(begin, then)
+        return self.start(begin)
 
 
 def _copies(memory: SharedMemory, peer: int, targets: Sequence[Tensor]) -> list[tuple[int, Act]]:

@@ -34,7 +34,7 @@ from zero_optim.compat.signals import HandlersLater, wait_for
 from zero_optim.compat.threads import start_thread_or_run
 from zero_optim.errors import message_of
 from zero_optim.host.channel import HostWork
-from zero_optim.host.messages import Add, OneHost, Then, add_as_gloo, flattened
+from zero_optim.host.messages import Add, OneHost, add_as_gloo, flattened
 
 _LOOK = 0.1  # seconds until a waiting thread looks whether the calls have failed
 _TAGS = 2**29 - 1  # of calls; each has two
@@ -44,9 +44,9 @@ _OF_TAGGED = 2**30  # is added to those of calls that have a tag themselves
 class HostsCall(HostWork):
     """A pending call, which another thread ends."""
 
-    def __init__(self, hosts: "SeveralHosts", number: int, then: Then) -> None:
+    def __init__(self, hosts: "SeveralHosts", number: int) -> None:
         super().__init__(hosts, number)
-        self.num_pending, self.then = 1, then
+        self.num_pending = 1
         self.is_over = threading.Event()
 
     def end(self, failure: str | None = None) -> None:
@@ -127,8 +127,8 @@ class SeveralHosts:
 
         return self._start(add_up)
 
-    def sum_all(self, tensor: Tensor, then: Then = None) -> HostsCall:
-        """Sum a tensor over all ranks in place; ``then`` is called at its end, with the failure if any."""
+    def sum_all(self, tensor: Tensor) -> HostsCall:
+        """Sum a tensor over all ranks in place."""
         flat, size = flattened(tensor), sum(map(len, self._ranks))
         edges = [flat.numel() * rank // size for rank in range(size + 1)]
         chunks = [flat[start:stop] for start, stop in pairwise(edges)]
@@ -140,15 +140,15 @@ class SeveralHosts:
             _wait_for(cross())
             self._spread(rows, call)
 
-        return self._start(add_up, then)
+        return self._start(add_up)
 
-    def _start(self, steps: Callable[[HostsCall, int], Iterator[None]], then: Then = None) -> HostsCall:
+    def _start(self, steps: Callable[[HostsCall, int], Iterator[None]]) -> HostsCall:
         """Start a call: its ``steps``, given a tag, run to the yield here, and the rest on the thread."""
         with HandlersLater():
             if self.failure is not None:
                 raise dist.DistNetworkError(self.failure)
             self.num_started += 1
-            call = HostsCall(self, self.num_started, then)
+            call = HostsCall(self, self.num_started)
             rest = steps(call, 2 * (self.num_started % _TAGS))
             next(rest)
 

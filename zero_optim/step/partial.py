@@ -142,7 +142,7 @@ class PartialGradient(Tensor):
             "ranks call optimizer.clip_grad_norm_(), in the place of torch.nn.utils.clip_grad_norm_(); it "
             "returns the norm to log, and changes nothing with max_norm=math.inf. To add several passes up "
             "leave that to ShardedDataParallel(accumulate=...); after a pass that a hook has "
-            "reduced to owners (reduce_to_owners, zero_step), call zero_grad() before the next one. The rows "
+            "reduced to owners (zero_step), call zero_grad() before the next one. The rows "
             'of this rank are in ".piece"; optimizer.owned_parameters() are those of which there are any'
         )
 
