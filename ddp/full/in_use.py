@@ -32,6 +32,7 @@ from zero_optim.ddp.full.saved_reads import SavedReads
 from zero_optim.ddp.full.state_visits import StateVisits
 from zero_optim.ddp.full.unit import Unit, UnitOrder, UnitTask, UnitUse, UnitValues
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
+from zero_optim.ddp.reducer.backward_pass import BackwardPass
 from zero_optim.ddp.reducer.graph import on_gradient, replaced, tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.flow.schedule import Moment, Operation
@@ -94,7 +95,8 @@ class UnitsInUse(ModuleCalls, Uncopied):
 
     def use(self, engine: Engine, gathers: UnitGathers, reducer: OwnerReducer) -> None:
         """Gather for this optimizer from now on, and launch its buckets; its ranks are the same as before."""
-        self._engine, self.gathers, self._places = engine, gathers, LaunchOrder(self.units, reducer)
+        self._engine, self.gathers = engine, gathers
+        self._places = LaunchOrder(self.units, reducer.assignment.buckets)
 
     @property
     def group(self) -> RankGroup:
@@ -256,9 +258,9 @@ class UnitsInUse(ModuleCalls, Uncopied):
             if unit.take_gradient(index):
                 self._free_unused([unit])
 
-    def begin_backward(self) -> bool:
-        """Note that a backward pass begins or began; return whether full buckets wait for launches here."""
-        return self._places.begin()
+    def begin_backward(self, current: BackwardPass) -> None:
+        """Note that a backward pass begins or began, of which full buckets may wait for launches here."""
+        self._places.begin(current)
 
     def _end_backward(self, order: list[int], *, broke_off: bool = False) -> None:
         """End a backward pass with this order, if it has not ended; after an exception wait for nothing."""

@@ -121,11 +121,6 @@ class OwnerReducer(Reducer):
             dtypes,
         )
 
-    @property
-    def running(self) -> BackwardPass | None:
-        """The backward pass that is running."""
-        return self._inbox.running
-
     def check_finished(self, *, waits: bool = True) -> None:
         """Do as `Reducer.check_finished`; RankMismatchError, on every rank, if replicas differ."""
         super().check_finished(waits=waits)

@@ -33,7 +33,7 @@ class Ties:
     engine: Engine  # runs the rows of the buckets
     coming: Callable[[int], None] | None = None  # called before a pass has its first gradient
     follow: Callable[[int], None] | None = None  # called with a parameter's place when its gradient came
-    begin: Callable[[], bool | None] | None = None  # returns if full buckets wait: Note [Places of launches]
+    begin: Callable[[BackwardPass], None] | None = None  # may hold its buckets: Note [Places of launches]
     last: Collection[Tensor] = ()  # whose buckets are launched last, where parameters may be unused
 
 

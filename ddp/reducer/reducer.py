@@ -243,8 +243,8 @@ class Reducer:
             divisor = self.group.size if self._divisor is None else self._divisor()
         current = self._new_pass(self.assignment, divisor, in_join=self._divisor is not None)
         self.group.works.log.activity.begin("backward pass")
-        if self.options.may_be_unused and self._ties.begin is not None and self._ties.begin():
-            current.hold()
+        if self.options.may_be_unused and self._ties.begin is not None:
+            self._ties.begin(current)
         self._inbox.use(current)
         when_backward_ends(partial(self._finish, current), current.break_off)
         learnt = self.history.learnt
