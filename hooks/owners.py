@@ -94,7 +94,7 @@ class OwnerGradients:
     def _look(self) -> None:
         """Look at the optimizer's parameters, as there may be more."""
         core, ranks, pieces = self.optimizer.core, self.optimizer.ranks, self.optimizer.pieces()
-        self._version = self.version()
+        self._num_buckets = len(core.engine.buckets)
         names = dict(zip(core.params, param_names(core.groups), strict=True))
         self._owners = Owners(pieces, names, ranks.rank, ranks.size)
         self._spans = {
@@ -113,7 +113,7 @@ class OwnerGradients:
         self._reduced = []
         if self.optimizer.iteration.joins.under_way:
             raise RuntimeError(f"hooks that reduce gradients to owners take no part in Join: {NO_JOIN}")
-        if self._version != self.version():
+        if self._num_buckets != len(self.optimizer.core.engine.buckets):
             self._look()
         left = next((param for param in self._last if isinstance(param.grad, PartialGradient)), None)
         if left is not None:
@@ -155,10 +155,6 @@ class OwnerGradients:
                 if grad is not None and not isinstance(grad, PartialGradient):
                     is_view = grad.untyped_storage().data_ptr() == memory
                     param.grad = self._owners.shown_of_whole(param, grad, is_view=is_view)
-
-    def version(self) -> int:
-        """Return a number that changes when the optimizer gets more parameters."""
-        return len(self.optimizer.core.engine.buckets)
 
     def members(self) -> list[list[Tensor]] | None:
         """Return each bucket's parameters in the order of owners; None if one rank owns all."""

@@ -174,7 +174,8 @@ class ZeroStep:
         self._optimizer = optimizer
         self._overlap = overlap = optimizer.iteration.overlap()
         self._to_owners = OwnerGradients(optimizer, overlap.new_lanes()) if to_owners else None
-        self.buckets = self._to_owners  # those that our DDP takes, None for its own
+        # Of the buckets that our DDP takes; None for its own.
+        self.members_of_buckets = None if self._to_owners is None else self._to_owners.members
         self._interleave = interleave
         self._all_used = all_used
         self._pass: SteppedPass | None = None

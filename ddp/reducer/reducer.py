@@ -130,10 +130,7 @@ class Reducer:
         """Rebuild buckets in rank 0's order of gradients, if due; returns whether it did. All ranks call."""
         if self._inbox.running is not None:
             return False
-        is_renamed = self.slot.members_changed
-        if not self.history.knows_order(self.options) or (self.has_rebuilt and not is_renamed):
-            if is_renamed:
-                self._assign(None)
+        if not self.history.knows_order(self.options) or (self.has_rebuilt and not self.slot.has_new_buckets):
             return False
         agreed = to_device(
             torch.tensor(self.history.order(), dtype=torch.int64, device="cpu"), self.group.device
@@ -152,7 +149,7 @@ class Reducer:
         if self._inbox.running is not None:
             raise RuntimeError("a comm hook must be registered before backward() begins")
         self.slot.register(state, hook)
-        if self.slot.members_changed and not self.has_rebuilt:
+        if self.slot.has_new_buckets and not self.has_rebuilt:
             self._assign(None)
 
     def expect(self, is_expected: bool) -> None:
