@@ -59,8 +59,7 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
     - Several forward passes, each backpropagated on its own, are all reduced.
     - Models that differ between ranks are refused with the name of the first parameter that does.
     - Unused parameters are found without wrapping, or copying, the outputs.
-    - ``torch.distributed.autograd`` is refused: forward raises in its context; its ``backward`` raises, with
-      the reason in a warning.
+    - ``torch.distributed.autograd`` is refused: forward raises in its context.
 
     As in PyTorch, a forward pass writes the first rank's buffers into those of the others. Where they differ,
     a second forward pass before the backward pass overwrites what the first has saved of them.

@@ -1,7 +1,6 @@
 """Which parameters a forward pass can give a gradient to: a walk over the autograd graph."""
 
 import dataclasses
-import warnings
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from copy import copy
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from zero_optim.compat.autograd import in_distributed_autograd, runs_distributed_backward, will_run
+from zero_optim.compat.autograd import in_distributed_autograd, will_run
 
 
 def tensors_in(value: object) -> list[Tensor]:
@@ -93,21 +92,11 @@ def accumulates(leaf: Tensor) -> bool:
 def refuse_distributed_autograd() -> None:
     """Raise RuntimeError in a ``torch.distributed.autograd`` context, which keeps gradients itself."""
     if in_distributed_autograd():
-        raise RuntimeError(_ON_DISTRIBUTED_AUTOGRAD)
-
-
-def refuse_distributed_backward() -> None:
-    """Raise RuntimeError, from a hook, in such a pass; warns too, as PyTorch drops the error's text."""
-    if runs_distributed_backward():
-        warnings.warn(_ON_DISTRIBUTED_AUTOGRAD, stacklevel=2)
-        raise RuntimeError(_ON_DISTRIBUTED_AUTOGRAD)
-
-
-_ON_DISTRIBUTED_AUTOGRAD = (
-    "zero_optim.ddp does not work with torch.distributed.autograd: gradients go to its context, and "
-    "would not be reduced. Use torch.nn.parallel.DistributedDataParallel in a "
-    "torch.distributed.autograd.context(), or leave the context out if nothing is computed by RPC"
-)
+        raise RuntimeError(
+            "zero_optim.ddp does not work with torch.distributed.autograd: gradients go to its context, and "
+            "would not be reduced. Use torch.nn.parallel.DistributedDataParallel in a "
+            "torch.distributed.autograd.context(), or leave the context out if nothing is computed by RPC"
+        )
 
 
 class UnusedSearch:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from zero_optim.compat import private
 from zero_optim.compat.autograd import after_backward
 from zero_optim.ddp.reducer.backward_pass import BackwardPass, Phase
-from zero_optim.ddp.reducer.graph import accumulates, nearest, on_gradient, refuse_distributed_backward
+from zero_optim.ddp.reducer.graph import accumulates, nearest, on_gradient
 from zero_optim.ddp.reducer.report import REPLACED, SWAPPED
 from zero_optim.shard.engine import Engine
 
@@ -102,21 +102,15 @@ def announce_backward(
     outputs: Iterable[Tensor], index_of: Container[int], reached: Callable[[], None]
 ) -> None:
     """Call `reached` when a backward pass goes through an output to a parameter, by id."""
-
-    def hook_of(witness: Tensor | None) -> Callable[[Tensor], None]:
-        def hook(_: Tensor) -> None:
-            # torch.autograd.grad goes through outputs too, but gives no parameter its gradient.
-            if witness is None or not accumulates(witness):
-                refuse_distributed_backward()
-                if witness is not None:
-                    return
-            reached()
-
-        return hook
-
     for output in outputs:
         if output.grad_fn is not None:
-            on_gradient(output, hook_of(nearest(output, index_of)))
+            on_gradient(output, partial(_output_reached, nearest(output, index_of), reached))
+
+
+def _output_reached(witness: Tensor | None, reached: Callable[[], None], _: Tensor) -> None:
+    # torch.autograd.grad goes through outputs too, but gives no parameter its gradient.
+    if witness is None or accumulates(witness):
+        reached()
 
 
 class _Token:

@@ -73,7 +73,6 @@ NAMES: dict[str, tuple[str, ...]] = {
 OPTIONAL = (  # the library does without them
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._distributed_autograd._current_context",
-    "torch._C._distributed_autograd._get_debug_info",
     "torch._C._distributed_rpc._is_current_rpc_agent_set",
     "torch._C._storage_Use_Count",
     "torch._compile._disable_dynamo",
