@@ -155,7 +155,7 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
     ) -> Reducer:
         wanted = weakly(self._wants)
-        return Reducer(pairs, self.process_group, options, sparse=sparse, wanted=wanted, checks=False)
+        return Reducer(pairs, self.process_group, options, sparse=sparse, wanted=wanted)
 
     def _wants(self, was_expected: bool) -> bool:
         if was_expected and not self.require_backward_grad_sync and self._join_config.enable:
@@ -171,7 +171,7 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
         return own
 
     def _caps(self) -> tuple[int, ...]:
-        caps = tuple(getattr(self, "bucket_bytes_cap_list", ()))
+        caps = tuple(max(1, cap) for cap in getattr(self, "bucket_bytes_cap_list", ()))
         if caps:
             return caps
         cap = max(1, self.bucket_bytes_cap)

@@ -32,7 +32,7 @@ class Begun:
         self.params = [torch.zeros(10, requires_grad=True) for _ in range(num_params)]
         self.launched: list[int] = []
         options = ReducerOptions(bucket_caps_nbytes=(2**30,))
-        assignment = assign(ReducedParams.of(self.params), options)
+        assignment = assign(ReducedParams.of([(str(param), param) for param in self.params]), options)
         self.current = BackwardPass(
             assignment, History(num_params), options, Engine(), self.launch, divisor=2.0
         )

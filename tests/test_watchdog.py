@@ -26,7 +26,6 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.work_log import WorkLog, explain_nothing
 from zero_optim.comm.works import Work
 from zero_optim.ddp import DistributedDataParallel
-from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.errors import StalledError
 from zero_optim.health import peers
 from zero_optim.health import verdicts as verdicts_module
@@ -60,10 +59,9 @@ def test_thread_port_and_descriptors_go_with_the_last_optimizer_and_ddp_or_the_d
         model = with_gradients(linear())
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
         wrapped = DistributedDataParallel(model)
-        reducer = Reducer(linear().parameters())
         optimizer.step()
         assert watchdogs() == 1
-        del optimizer, wrapped, reducer, model
+        del optimizer, wrapped, model
         gc.collect()
         wait_until(lambda: held() == before)
         assert held() == before

@@ -69,7 +69,6 @@ class OwnerReducer(Reducer):
             replace(options, bucket_caps_nbytes=caps),
             sparse=sparse,
             wanted=wanted,
-            checks=False,
             ties=replace(ties or Ties(optimizer.core.engine), coming=weakly(self._coming)),
         )
         phase = self._summing.phase

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from zero_optim.comm.traffic import Timeout
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
-from zero_optim.health.watchdog import check_patience
 from zero_optim.plan.partition import assign_buckets
 from zero_optim.plan.strides import dense_strides
 
@@ -32,41 +31,19 @@ Members: TypeAlias = Sequence[Sequence[Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReducerOptions:
-    """How gradients are reduced; the names are those of PyTorch's DDP.
+    """How gradients are reduced; the names are those of PyTorch's DDP."""
 
-    Attributes:
-        bucket_caps_nbytes: capacity of the first, second, … bucket in bytes, the last for all that follow.
-        limits_first_buckets: the capacities hold for the first pass too; otherwise it has one bucket per
-            dtype, unless parameters may be unused.
-        find_unused_parameters: parameters may get no gradient.
-        static_graph: every pass is like the first: parameters may be unused, or get several gradients.
-        gradient_as_bucket_view: ``param.grad`` becomes a view of its bucket, which saves a copy.
-        skip_all_reduce_unused_params: with unused parameters, do not reduce buckets without a used one;
-            these have to be the same on all ranks.
-        batched_grad_copy: copy all gradients of a bucket at once, whatever their size.
-        reduce_dtype: for gradients of floating-point parameters, None for the parameters' own.
-        timeout: seconds until a wait is given up, as of `ZeroRedundancyOptimizer`.
-        on_stall: then "raise", or "exit" to end the process.
-
-    Raises:
-        ValueError: a capacity below 1 byte, or none.
-    """
-
+    # Of the first, second, … bucket; the last one for all that follow.
     bucket_caps_nbytes: Sequence[int] = (2**20, 25 * 2**20)
-    limits_first_buckets: bool = False
+    limits_first_buckets: bool = False  # else the first pass has one per dtype, if all parameters are used
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool = False
     skip_all_reduce_unused_params: bool = False
-    batched_grad_copy: bool = False
-    reduce_dtype: torch.dtype | None = None
+    batched_grad_copy: bool = False  # of all gradients of a bucket at once, whatever their size
+    reduce_dtype: torch.dtype | None = None  # of floating-point gradients; None for the parameters' own
     timeout: Timeout = None
     on_stall: str = "raise"
-
-    def __post_init__(self) -> None:
-        if not self.bucket_caps_nbytes or min(self.bucket_caps_nbytes) < 1:
-            raise ValueError(f"expected a bucket capacity of at least 1 byte, got {self.bucket_caps_nbytes}")
-        check_patience(self.timeout, self.on_stall)
 
     @property
     def may_be_unused(self) -> bool:
@@ -88,23 +65,14 @@ class ReducedParams:
     index_of: Mapping[int, int]  # places by id
 
     @classmethod
-    def of(
-        cls, params: Iterable[object], sparse: Collection[str] = (), *, checks: bool = True
-    ) -> "ReducedParams":
-        """Name parameters without names, and check them; wrappers know that theirs get gradients."""
-        pairs = []
-        for number, item in enumerate(params):
-            name, param = item if isinstance(item, tuple) else (f"parameter {number}", item)
-            if not isinstance(param, Tensor):
-                raise TypeError(f"expected parameters or (name, parameter) pairs, got {type(param).__name__}")
-            if checks and not (param.requires_grad and param.is_leaf):
-                raise ValueError(f"{name} gets no gradient: expected leaf tensors with requires_grad=True")
+    def of(cls, pairs: Sequence[tuple[str, Tensor]], sparse: Collection[str] = ()) -> "ReducedParams":
+        """Check named parameters."""
+        for name, param in pairs:
             if getattr(param, "grad_dtype", None) not in (None, param.dtype):
                 raise ValueError(
                     f"{name} is {param.dtype} and asks for gradients in {param.grad_dtype}, which would be "
                     "rounded: leave out its grad_dtype, as buckets have the parameters' dtype"
                 )
-            pairs.append((name, param))
         if not pairs:
             raise ValueError("expected at least one parameter that requires a gradient, got none")
         devices = sorted({str(param.device) for _, param in pairs})
@@ -118,11 +86,6 @@ class ReducedParams:
     def is_sparse(self, index: int) -> bool:
         """Whether the gradients of a parameter are sparse."""
         return self.names[index] in self.sparse
-
-    def describe(self) -> list[str]:
-        """Describe them, for comparison between ranks."""
-        descriptions = describe_params(zip(self.names, self.params, strict=True))
-        return [f"sparse: {sorted(self.sparse)}", *descriptions]
 
 
 @dataclass(frozen=True, slots=True)

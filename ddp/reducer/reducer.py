@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.comm.backends import as_lists
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.autograd import in_backward, shadowed_pass
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
@@ -28,30 +26,16 @@ from zero_optim.ddp.reducer.inbox import Inbox, Ties, announce_backward, remove,
 from zero_optim.ddp.reducer.reduction import Hook, HookSlot, Launch
 from zero_optim.ddp.reducer.report import WITHOUT_GRAPH, WRAPPED_ANEW, FailureReport
 from zero_optim.errors import ReductionError
-from zero_optim.health.watchdog import learn_addresses, watch
+from zero_optim.health.watchdog import watch
 from zero_optim.shard.engine import Engine
 from zero_optim.step.unreduced import add_reducer, remove_reducer
 
 
 class Reducer:
-    """Average gradients over the ranks of a group in every backward pass.
+    """Averages gradients over the ranks of a group in every backward pass.
 
-    Usable without a wrapper: after ``reducer = Reducer(model.named_parameters())`` each ``loss.backward()``
-    leaves averaged gradients. All ranks construct it, and run backward passes together, each with a gradient
-    for every parameter unless the options say otherwise. Its hooks go when it goes, or with `close`.
-
-    Args:
-        params: (name, parameter) pairs that require a gradient, or parameters alone; on one device.
-        process_group: ranks to average over; None for the default group.
-        options: see `ReducerOptions`.
-        sparse: names of parameters with sparse gradients.
-        wanted: called when a backward pass begins with whether the pass goes through an output given to
-            `prepare`, or was expected; returns whether to reduce it. None for always.
-        checks: compare parameters and options between ranks, by a small collective.
-
-    Raises:
-        ValueError: on every rank: no parameters, some that do not require a gradient, several devices.
-        RankMismatchError: on every rank: ranks have different arguments; names the first.
+    All ranks construct it, with equal arguments, and run backward passes together. Its hooks go when it goes,
+    or with `close`.
     """
 
     checks_first = False  # a pass that is found to be bad when it ends hands out no gradients
@@ -59,26 +43,19 @@ class Reducer:
 
     def __init__(
         self,
-        params: Iterable[tuple[str, Tensor]] | Iterable[Tensor],
-        process_group: dist.ProcessGroup | None = None,
-        options: ReducerOptions | None = None,
+        params: Sequence[tuple[str, Tensor]],  # on one device
+        process_group: dist.ProcessGroup | None,
+        options: ReducerOptions,
         *,
-        sparse: Collection[str] = (),
-        wanted: Callable[[bool], bool | None] | None = None,
-        checks: bool = True,
+        wanted: Callable[[bool], bool | None],  # whether to reduce a pass, by whether it was expected
+        sparse: Collection[str] = (),  # names of parameters with sparse gradients
         ties: Ties | None = None,
     ) -> None:
         self._ties = Ties(Engine()) if ties is None else ties
-        self.options = ReducerOptions() if options is None else options
-        params = as_lists(params)
-        self._use(RankGroup.of(process_group, params).within(self.options.timeout))
-        with failing_together(self.group if checks else None):
-            self._reduced = reduced = ReducedParams.of(params, sparse, checks=checks)
-            if checks:
-                self.group.check_serves(reduced.params)
-        if checks:
-            agree(self.group, [repr(self.options), *reduced.describe()], "what the reducer was given")
+        self.options = options
+        self._reduced = reduced = ReducedParams.of(params, sparse)
         self.names, self.params = reduced.names, reduced.params
+        self._use(RankGroup.of(process_group, self.params).within(self.options.timeout))
         self.defers_reports = is_asynchronous(self.params[0].device)  # Note [Late reports] in `report`
         self.slot = HookSlot()
         self._wanted = wanted
@@ -87,8 +64,6 @@ class Reducer:
         weakref.finalize(self, remove, self._inbox.handles)
         self.reset()
         add_reducer(self)
-        if checks:  # then all ranks have got here
-            learn_addresses(self.group)
 
     def reset(self) -> None:
         """Begin anew: first buckets, nothing learnt. All ranks call, between iterations."""
@@ -157,7 +132,7 @@ class Reducer:
         self._is_expected = is_expected
 
     def _is_wanted(self, *, was_prepared: bool = False) -> bool:
-        return self._wanted is None or bool(self._wanted(was_prepared or self._is_expected))
+        return bool(self._wanted(was_prepared or self._is_expected))
 
     def divide_by(self, divisor: Callable[[], float]) -> None:
         """Divide the gradients of the next pass by the number of ranks that take part, in ``Join``."""
