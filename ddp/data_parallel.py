@@ -22,7 +22,7 @@ from zero_optim.compat import private
 from zero_optim.compat.autograd import eager
 from zero_optim.ddp.owners.sharded_module import ReducedModule
 from zero_optim.ddp.reducer.assignment import ReducerOptions
-from zero_optim.ddp.reducer.inbox import weakly
+from zero_optim.ddp.reducer.inbox import Ties, weakly
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.reducer.reduction import Hook
 from zero_optim.ddp.reducer_adapters import TorchLoggerAdapter, TorchReducerAdapter, logging_data
@@ -30,6 +30,7 @@ from zero_optim.ddp.wrapper_checks import KNOWN, agree_on_model
 from zero_optim.health.watchdog import unwatch, watch
 from zero_optim.iteration.joins import refuse_no_sync
 from zero_optim.plan.description import describe_hook
+from zero_optim.shard.engine import Engine
 from zero_optim.step.unreduced import FrozenParams
 
 _SIGNATURE = inspect.signature(TorchDistributedDataParallel.__init__)
@@ -141,7 +142,6 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
             on_stall=self._on_stall,
         )
         reducer = self._make_reducer(pairs, options, sparse)
-        reducer.look_into(self.module)
         self.reducer: Any = TorchReducerAdapter(reducer)
         self.logger: Any = TorchLoggerAdapter()
         for hook, state in self.__dict__.get("_comm_hooks", ()):  # when a copy is made whole
@@ -154,8 +154,8 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
     ) -> Reducer:
-        wanted = weakly(self._wants)
-        return Reducer(pairs, self.process_group, options, sparse=sparse, wanted=wanted)
+        ties = Ties(Engine(), weakly(self._wants), self.module)
+        return Reducer(pairs, self.process_group, options, ties, sparse)
 
     def _wants(self, was_expected: bool) -> bool:
         if was_expected and not self.require_backward_grad_sync and self._join_config.enable:

@@ -1,6 +1,6 @@
 """`OwnerReducer`: our reducer, with buckets that go to the owners of their parameters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from weakref import WeakMethod
@@ -46,11 +46,10 @@ class OwnerReducer(Reducer):
         params: Sequence[tuple[str, Tensor]],
         optimizer: ZeroRedundancyOptimizer,
         options: ReducerOptions,
+        ties: Ties,
         *,
         sparse: Sequence[str],
-        wanted: Callable[[bool], bool | None],
         mesh: RankMesh | None = None,
-        ties: Ties | None = None,  # to units
     ) -> None:
         everyone = optimizer.ranks if mesh is None else mesh.everyone
         with failing_together(everyone):
@@ -67,9 +66,8 @@ class OwnerReducer(Reducer):
             params,
             everyone.process_group,
             replace(options, bucket_caps_nbytes=caps),
-            sparse=sparse,
-            wanted=wanted,
-            ties=replace(ties or Ties(optimizer.core.engine), coming=weakly(self._coming)),
+            replace(ties, coming=weakly(self._coming)),
+            sparse,
         )
         phase = self._summing.phase
         across = None if mesh is None else replace(mesh.across, phase=phase)

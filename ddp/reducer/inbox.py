@@ -7,7 +7,7 @@ Note [Passes that break off]
 """
 
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakMethod
@@ -28,9 +28,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ties:
-    """What ties a reducer to an optimizer and to units; `weakly` makes the functions."""
+    """What ties a reducer to a wrapper, an optimizer and units; `weakly` makes the functions."""
 
     engine: Engine  # runs the rows of the buckets
+    wanted: Callable[[bool], bool | None]  # whether to reduce a pass, by whether it was expected
+    module: nn.Module = field(default_factory=nn.Module)  # may lose parameters; those of others stay
     coming: Callable[[int], None] | None = None  # called before a pass has its first gradient
     follow: Callable[[int], None] | None = None  # called with a parameter's place when its gradient came
     begin: Callable[[BackwardPass], None] | None = None  # may hold its buckets: Note [Places of launches]
@@ -41,6 +43,7 @@ class Inbox:
     """The parameters' hooks, which keep it alive, and the current backward pass."""
 
     def __init__(self, params: Sequence[Tensor], take_first: Callable[[int], None], ties: Ties) -> None:
+        self._module, self._members = ties.module, set(ties.module.parameters())
         self.current: BackwardPass | None = None  # runs, or has broken off and was not ended yet
         self.handles: list[RemovableHandle] = []
         self._params = params
@@ -72,12 +75,12 @@ class Inbox:
         """Give gradients to a pass that begins; None when it has ended."""
         self.current = current
 
-    def lost(self, calls: Sequence[int], module: nn.Module, before: Collection[Tensor]) -> dict[int, str]:
-        """Say why parameters get no gradient any more, by place; the module had ``before``."""
+    def lost(self, calls: Sequence[int]) -> dict[int, str]:
+        """Say why parameters get no gradient any more, by place."""
         if all(calls):
             return {}
-        lost, there = dict[int, str](), set(module.parameters())
-        has_new = any(param.requires_grad for param in there.difference(before))
+        lost, there = dict[int, str](), set(self._module.parameters())
+        has_new = any(param.requires_grad for param in there.difference(self._members))
         for index, (param, was, num) in enumerate(zip(self._params, self._tensors, calls, strict=True)):
             if not num and private.cdata(param) != was:  # a swap of tensors took its hooks
                 lost[index] = SWAPPED

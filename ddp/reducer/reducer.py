@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.autograd import in_backward, shadowed_pass
@@ -27,7 +27,6 @@ from zero_optim.ddp.reducer.reduction import Hook, HookSlot, Launch
 from zero_optim.ddp.reducer.report import WITHOUT_GRAPH, WRAPPED_ANEW, FailureReport
 from zero_optim.errors import ReductionError
 from zero_optim.health.watchdog import watch
-from zero_optim.shard.engine import Engine
 from zero_optim.step.unreduced import add_reducer, remove_reducer
 
 
@@ -39,26 +38,21 @@ class Reducer:
     """
 
     checks_first = False  # a pass that is found to be bad when it ends hands out no gradients
-    _members: tuple[nn.Module, set[Tensor]] = nn.Module(), set()
 
     def __init__(
         self,
         params: Sequence[tuple[str, Tensor]],  # on one device
         process_group: dist.ProcessGroup | None,
         options: ReducerOptions,
-        *,
-        wanted: Callable[[bool], bool | None],  # whether to reduce a pass, by whether it was expected
+        ties: Ties,
         sparse: Collection[str] = (),  # names of parameters with sparse gradients
-        ties: Ties | None = None,
     ) -> None:
-        self._ties = Ties(Engine()) if ties is None else ties
-        self.options = options
+        self._ties, self.options = ties, options
         self._reduced = reduced = ReducedParams.of(params, sparse)
         self.names, self.params = reduced.names, reduced.params
         self._use(RankGroup.of(process_group, self.params).within(self.options.timeout))
         self.defers_reports = is_asynchronous(self.params[0].device)  # Note [Late reports] in `report`
         self.slot = HookSlot()
-        self._wanted = wanted
         self._is_expected = self._is_replaced = False
         self._inbox = Inbox(self.params, weakly(self._first_arrived), self._ties)
         weakref.finalize(self, remove, self._inbox.handles)
@@ -76,10 +70,6 @@ class Reducer:
         self._unread: list[FailureReport] = []  # of passes that have ended
         self._futures: list[torch.futures.Future[object]] = []  # waited for when the next pass ends
         self._assign(None)
-
-    def look_into(self, module: nn.Module) -> None:
-        """Look, after passes that give parameters no gradient, whether the module still has them."""
-        self._members = module, set(module.parameters())
 
     def use_group(self, process_group: dist.ProcessGroup | None) -> None:
         """Average over other ranks from now on; all of these call, between iterations, then `reset`."""
@@ -132,7 +122,7 @@ class Reducer:
         self._is_expected = is_expected
 
     def _is_wanted(self, *, was_prepared: bool = False) -> bool:
-        return bool(self._wanted(was_prepared or self._is_expected))
+        return bool(self._ties.wanted(was_prepared or self._is_expected))
 
     def divide_by(self, divisor: Callable[[], float]) -> None:
         """Divide the gradients of the next pass by the number of ranks that take part, in ``Join``."""
@@ -258,7 +248,7 @@ class Reducer:
 
     def _conclude(self, current: BackwardPass) -> None:
         broke_off = current.phase is Phase.BROKEN_OFF
-        lost = self._inbox.lost(current.calls, *self._members)
+        lost = self._inbox.lost(current.calls)
         for index, text in lost.items():
             current.note(text, index)
         if not (any(current.calls) or current.asks_for_use or broke_off or lost):
