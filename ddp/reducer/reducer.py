@@ -79,10 +79,6 @@ class Reducer:
         self.group, self._summing = group, group.during("reduce")
         watch(self, group, self.options.on_stall)
 
-    def metrics(self, *, reset: bool = True) -> dict[str, float]:
-        """See `DistributedDataParallel.metrics`."""
-        return self.group.phase.traffic.figures(("reduce", "agree", "order"), "passes", reset=reset)
-
     def _assign(self, order: Sequence[int] | None) -> None:
         self.assignment = BucketAssignment()
         self.assignment = self._assigned(order)
