@@ -17,20 +17,6 @@ TensorFuture: TypeAlias = torch.futures.Future[torch.Tensor]
 Hook: TypeAlias = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
-def real_buffer(bucket: GradBucket, name: str) -> Tensor:
-    """Return the bucket's buffer as 1-D real numbers, two for a complex one; ValueError if it is sparse."""
-    buffer = bucket.buffer()
-    if buffer.layout == torch.strided and buffer.is_complex():  # our DDP's; PyTorch's is real already
-        return torch.view_as_real(buffer).view(-1)
-    if buffer.layout != torch.strided or not buffer.is_floating_point():
-        kind = buffer.dtype if buffer.layout == torch.strided else buffer.layout
-        raise ValueError(
-            f"{name} expected dense gradients of real numbers, got {kind} in bucket {bucket.index()}: make "
-            "them so (for an embedding sparse=False), or use allreduce_hook"
-        )
-    return buffer
-
-
 def gradients_in(reduced: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     """View each parameter's gradient, with its strides, in a dense reduced bucket of any dtype."""
     flat, dtype = reduced.reshape(-1), params[0].dtype

@@ -27,7 +27,7 @@ Note [Streams of a step]
     ==========================  =====  ================  ==================================================
     tensor                      made   used              ordered or kept by
     ==========================  =====  ================  ==================================================
-    bucket, owners' parcels     B      N, S              S waits for the reduction; `record_use` on S
+    bucket                      B      N, S              S waits for the reduction; `record_use` on S
     reduced by a hook           B, N   S, C (DDP)        likewise; ``done`` is set on S, and DDP waits for it
     parameters, read            C      B, S              S waits in each hook for what B was given before
     parameters, written         S, N   C (next forward)  C waits for S when backward ends, and for the gather
@@ -47,12 +47,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_optim.comm.lanes import Lease
 from zero_optim.compat import private
 from zero_optim.compat.streams import record_use, to_device
 from zero_optim.flow.pending import Pending, Waitable
 from zero_optim.hooks.grad_bucket import TensorFuture, gradients_in
-from zero_optim.hooks.owners import OwnerReduction
 from zero_optim.iteration.overlap import Overlap
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 
@@ -64,7 +62,6 @@ class SteppedPass:
     """One backward pass that steps, from its first bucket to its end."""
 
     overlap: Overlap
-    leases: Sequence[Lease]
     joined: bool  # this rank's inputs ended, or it broke off before its first bucket
     has_begun: bool = False
     is_complete: bool = False
@@ -98,8 +95,7 @@ class SteppedPass:
 
     def abandon(self) -> None:
         """Give up the lanes on which something failed."""
-        for lease in self.leases:
-            lease.abandon()
+        self.overlap.lanes.abandon()
 
     @contextmanager
     def storing_errors(self) -> Iterator[None]:
@@ -195,10 +191,7 @@ class SteppedBucket:
         known: list[Tensor | None] = [None] * len(self.params)
         unsure: set[int] = set()
         with self.of.storing_errors():
-            if self.result is not None and isinstance(self.reduced, OwnerReduction):
-                pairs = zip(self._gradients, self.reduced.used(), strict=True)
-                known = [gradient if is_used else None for gradient, is_used in pairs]
-            elif self.result is not None:
+            if self.result is not None:
                 unsure = set() if self.all_used else _all_zero(self._gradients)
                 known = list(self._gradients)
         with self.of.storing_errors():

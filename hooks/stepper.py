@@ -7,7 +7,7 @@ while nothing else reads parameters. A callback behind DDP's does the rest.
 Note [Backward passes within backward passes]
     Reentrant checkpointing runs one for each segment, in which the last bucket may become full. Some DDPs
     have not assigned gradients by then. So ``step()`` handles all-zero gradients, and late changes of
-    gradients are not noticed. The outermost pass sets partial gradients.
+    gradients are not noticed.
 
 Note [Numbers of a static graph]
     PyTorch's DDP reduces the first pass of a static graph in a final callback. Each bucket has number 0 then,
@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,8 @@ from zero_optim.comm.agreement import agreeing, check_flags, raise_together
 from zero_optim.comm.collectives import RELEASED, RankGroup
 from zero_optim.compat import autograd
 from zero_optim.compat.streams import future_on
-from zero_optim.ddp.owners.owner_sums import OwnerSums
 from zero_optim.flow.pending import Waitable
 from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, group_of, name_of, start_mean
-from zero_optim.hooks.owners import OwnerGradients
 from zero_optim.hooks.passes import SteppedBucket, SteppedPass
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.plan.description import describe
@@ -42,7 +40,6 @@ def zero_step(
     hook: Hook | None = None,
     *,
     interleave: bool = True,
-    gradients: Literal["everywhere", "owners"] = "everywhere",
     ddp: DistributedDataParallel | None = None,
 ) -> Hook:
     """Return a comm hook that steps ``optimizer`` during the backward pass.
@@ -65,12 +62,6 @@ def zero_step(
         optimizer: its classes must be steppable in parts (see ``optimizer.explain()``).
         hook: reduces the gradients; None for DDP's mean.
         interleave: False delays all steps until the last bucket's reduction has started.
-        gradients: "owners" sends each dense gradient to its owner alone, in half the bytes of an all-reduce;
-            other ranks have a `PartialGradient`, without memory, which raises if read. The next backward
-            pass raises unless ``zero_grad()`` was called, and inside ``Join``. Added in the order of ranks,
-            bf16 and fp16 in float32 with one rounding; two ranks get the bits of "everywhere". Our DDP
-            takes the optimizer's buckets and ``bucket_cap_mb``. If one rank owns every parameter, it is an
-            all-reduce.
         ddp: the hook's wrapper; not needed for `zero_optim.ddp`. If it allows unused parameters, or is None,
             all-zero gradients are searched (on an accelerator the CPU waits) and stepped after backward.
 
@@ -82,28 +73,16 @@ def zero_step(
     """
     require_ours(optimizer)
     with agreeing(optimizer.ranks, "the arguments of zero_step") as agreed:
-        _check_arguments(hook, interleave, gradients, ddp)
+        check_flags(interleave=interleave)
+        if hook is not None and not callable(hook):
+            raise TypeError(f"expected hook to be a comm hook, or None for allreduce_hook, got {hook!r}")
+        if ddp is not None:
+            _check_wrapper(ddp, interleave)
         all_used = _all_used_by(ddp)
         wrapper = "None" if ddp is None else f"a wrapper whose parameters are all used: {all_used()}"
-        agreed.items += [f"hook {describe(hook, bound=False)}", f"interleave={interleave}"]
-        agreed.items += [f"gradients={gradients!r}", f"ddp={wrapper}"]
-    to_owners = gradients == "owners"
-    return ZeroStep(optimizer, hook, interleave=interleave, to_owners=to_owners, all_used=all_used)
-
-
-def _check_arguments(hook: Hook | None, interleave: bool, gradients: str, ddp: object) -> None:
-    check_flags(interleave=interleave)
-    if hook is not None and not callable(hook):
-        raise TypeError(f"expected hook to be a comm hook, or None for allreduce_hook, got {hook!r}")
-    if gradients not in ("everywhere", "owners"):
-        raise ValueError(f'expected gradients to be "everywhere" or "owners", got {gradients!r}')
-    if gradients == "owners" and hook is not None:
-        raise ValueError(
-            f'gradients="owners" has a reduction of its own: leave out {name_of(hook)}, or reduce '
-            '"everywhere"'
-        )
-    if ddp is not None:
-        _check_wrapper(ddp, interleave)
+        agreed.items.append(f"hook {describe(hook, bound=False)}")
+        agreed.items += [f"interleave={interleave}", f"ddp={wrapper}"]
+    return ZeroStep(optimizer, hook, interleave=interleave, all_used=all_used)
 
 
 def _all_used_by(ddp: DistributedDataParallel | None) -> Callable[[], bool]:
@@ -165,17 +144,13 @@ class ZeroStep:
         hook: Hook | None,
         *,
         interleave: bool,
-        to_owners: bool,
         all_used: Callable[[], bool],
     ) -> None:
         self._hook = hook  # None for a mean
         inner = "mean_hook" if hook is None else name_of(hook)
         self.__name__ = self.__qualname__ = f"zero_step({inner})"  # which DDP logs
         self._optimizer = optimizer
-        self._overlap = overlap = optimizer.iteration.overlap()
-        self._to_owners = OwnerGradients(optimizer, overlap.new_lanes()) if to_owners else None
-        # Of the buckets that our DDP takes; None for its own.
-        self.members_of_buckets = None if self._to_owners is None else self._to_owners.members
+        self._overlap = optimizer.iteration.overlap()
         self._interleave = interleave
         self._all_used = all_used
         self._pass: SteppedPass | None = None
@@ -184,7 +159,7 @@ class ZeroStep:
 
     def divides_by(self, state: dist.ProcessGroup | None) -> float | None:
         """Return by what our DDP divides gradients as it copies them; None if the hook does."""
-        return group_of(state).size() if self._hook is None and self._to_owners is None else None
+        return group_of(state).size() if self._hook is None else None
 
     def __deepcopy__(self, memo: object) -> "ZeroStep":
         """Return the hook itself, like a function: a copied DDP has the hook of the original."""
@@ -203,7 +178,7 @@ class ZeroStep:
             autograd.after_backward(self._before_end)
         buffer = bucket.buffer()
         all_used = getattr(bucket, "all_used", False) or self._all_used()
-        reduced = self._reduction(state, bucket, all_used)
+        reduced = self._reduction(state, bucket)
         if buffer.is_sparse:
             # Every rank sees the same buckets, so all fail.
             with of.storing_errors():
@@ -220,30 +195,19 @@ class ZeroStep:
         if self._overlap.group.is_released:
             raise RuntimeError(RELEASED)
         self._held, self._ending = [], set()
-        leases = [self._overlap.lanes]
-        if self._to_owners is not None:
-            self._to_owners.begin()
-            leases.append(self._to_owners.lanes)
-        self._pass = SteppedPass(self._overlap, leases, joined)
+        self._pass = SteppedPass(self._overlap, joined)
         return self._pass
 
-    def _reduction(self, state: Any, bucket: GradBucket, all_used: bool) -> Waitable:  # noqa: ANN401 - the hook's
-        ranks = self._overlap.group.during("reduce", is_exposed=not self._overlap.takes_thread)
-        unexposed = ranks.during("reduce", is_exposed=False)
+    def _reduction(self, state: Any, bucket: GradBucket) -> Waitable:  # noqa: ANN401 - the hook's
+        ranks = self._overlap.group.during("reduce", is_exposed=False)
         if self._hook is not None:
             # A work, so that the watchdog sees who waits for the hook: PyTorch's DDP makes none.
-            with unexposed.begin_work(f"bucket {bucket.index()}", runs_hook=True) as work:
+            with ranks.begin_work(f"bucket {bucket.index()}", runs_hook=True) as work:
                 work.take(self._hook(state, bucket))
             return work
-        if self._to_owners is not None:
-            self._to_owners.check(bucket.parameters())
-            if not self._to_owners.has_one_owner:
-                sums = OwnerSums(ranks, self._to_owners.lanes)
-                return self._to_owners.reduce(sums, bucket, all_used=all_used)
-            state = ranks.process_group
         if (group := group_of(state)) is not ranks.process_group:
-            unexposed = replace(RankGroup.of(group, bucket.buffer()), phase=unexposed.phase)
-        return start_mean(unexposed, bucket)
+            ranks = replace(RankGroup.of(group, bucket.buffer()), phase=ranks.phase)
+        return start_mean(ranks, bucket)
 
     def _put_held(self, of: SteppedPass) -> None:
         if not of.has_begun:
@@ -271,7 +235,6 @@ class ZeroStep:
         """Step late buckets after DDP has assigned the gradients; raise what failed."""
         of, is_inner = self._pass, autograd.in_outer_backward()
         if of is None or (is_inner and not of.is_complete):  # it has ended already, or more is to come
-            self._set_partial(is_inner)
             return
         self._pass = None
         try:
@@ -282,20 +245,13 @@ class ZeroStep:
             else:
                 try:
                     of.step_late(leaves_unsure=is_inner or current.lends, has_grads=True)
-                    self._set_partial(is_inner)
                 finally:
                     self._overlap.end_backward(is_final=not is_inner, failed=of.error is not None)
         except BaseException:
             of.abandon()
-            if self._to_owners is not None:
-                self._to_owners.drop()
             raise
         if of.error is not None:
             raise of.error
-
-    def _set_partial(self, is_inner: bool) -> None:
-        if self._to_owners is not None and not is_inner:
-            self._to_owners.set_partial()
 
     def _end_joined(self, of: SteppedPass) -> None:
         self._pass = None

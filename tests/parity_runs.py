@@ -79,14 +79,9 @@ STAGES = {
     "overlap at the end": Stage(
         DistributedDataParallel, lambda o: zero_step(o, interleave=False), on_request=True
     ),
-    "overlap, owners": Stage(
-        DistributedDataParallel, lambda o: zero_step(o, gradients="owners"), to_owners=True
-    ),
     "overlap, no thread": Stage(DistributedDataParallel, zero_step, inline=True),
     "overlap, lazy": Stage(DistributedDataParallel, zero_step, lazy=True, inline=True),
-    "overlap, owners, no thread, torch's DDP": Stage(
-        TorchDdp, lambda o: zero_step(o, gradients="owners"), to_owners=True, inline=True
-    ),
+    "overlap, no thread, torch's DDP": Stage(TorchDdp, zero_step, inline=True),
     "gradients": Stage(ShardedDataParallel, to_owners=True),
     "gradients, lazy": Stage(ShardedDataParallel, lazy=True, packed=True, to_owners=True),
     "fully": Stage(FullyShardedDataParallel, to_owners=True),

@@ -114,7 +114,7 @@ def test_rows_are_those_that_sockets_bring(dtype: torch.dtype) -> None:
         assert zero_optim.share_host_memory(in_memory) is in_memory
         lanes = lanes_beside(group)
         rows = rows_of(group.rank, group.size, dtype)
-        result = [start_sum_of(group, lanes.groups, rows, in_place=True).wait()]
+        result = [start_sum_of(group, lanes.groups, rows).wait()]
         everyone = rows_of(group.rank, group.size, dtype)
         for work in group.broadcast_rows(list(enumerate(everyone))):
             work.wait()

@@ -62,7 +62,7 @@ def trained_right(kind: str) -> bool:
     return bool(params.isfinite().all() and torch.equal(params, other))
 
 
-KINDS = ["views", "overlap", "overlap, owners", "lazy", "gradients", "fully"]
+KINDS = ["views", "overlap", "lazy", "gradients", "fully"]
 
 
 def trained_without_waits(kind: str, phase: str) -> bool:

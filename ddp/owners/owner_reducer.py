@@ -15,11 +15,7 @@ from zero_optim.compat.autograd import backward_number
 from zero_optim.ddp.owners.owner_bucket import OwnerBucket, Owners
 from zero_optim.ddp.owners.owner_sums import OwnerSums
 from zero_optim.ddp.owners.replica_check import ReplicaCheck
-from zero_optim.ddp.reducer.assignment import (
-    BucketAssignment,
-    ReducerOptions,
-    indices_of_members,
-)
+from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducerOptions
 from zero_optim.ddp.reducer.backward_pass import BackwardPass
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.graph import accumulates
@@ -85,7 +81,12 @@ class OwnerReducer(Reducer):
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
         engine, reduced, params, owners = self._ties.engine, self._reduced, self.params, self._owners()
-        index_lists = indices_of_members(reduced, [bucket.params for bucket in engine.buckets])
+        index_lists: list[list[int]] = []
+        for bucket in engine.buckets:
+            here = [reduced.index_of[id(param)] for param in bucket.params if id(param) in reduced.index_of]
+            index_lists += [[index] for index in here if reduced.is_sparse(index)]
+            index_lists.append([index for index in here if not reduced.is_sparse(index)])
+        index_lists = sorted(filter(None, index_lists), key=min, reverse=True)  # as they become full
         if self.options.may_be_unused:
             index_lists.sort(key=lambda indices: params[indices[0]] in self._ties.last)
         dense = [at for at, indices in enumerate(index_lists) if not reduced.is_sparse(indices[0])]
@@ -137,7 +138,7 @@ class OwnerReducer(Reducer):
         """Put reduced gradients aside: autograd would add unreduced ones to them."""
         if self._check is not None:
             self._check.start()
-        line = OwnerSums(*self._route)
+        sums = OwnerSums(*self._route)
         for bucket in self.assignment.buckets:
             assert isinstance(bucket, OwnerBucket)  # see `_assigned`
             earlier = {}
@@ -145,14 +146,14 @@ class OwnerReducer(Reducer):
                 if param.grad is not None and not self.unreduced[index]:
                     earlier[slot], param.grad = param.grad, None
             bucket.begin(earlier, adds_at_once=self.defers_reports)
-        return partial(self._start, line)
+        return partial(self._start, sums)
 
-    def _start(self, line: OwnerSums, bucket: ReducerBucket) -> Pending[Tensor]:
+    def _start(self, sums: OwnerSums, bucket: ReducerBucket) -> Pending[Tensor]:
         if bucket.is_sparse:
-            line.finish()
+            sums.finish()
             return self._summing.start_sum(bucket.flat, bucket.label)
         assert isinstance(bucket, OwnerBucket)  # see `_assigned`
-        return line.launch(bucket.rows, bucket.take_over, bucket.label)
+        return sums.launch(bucket)
 
     def _finish(self, current: BackwardPass) -> None:
         super()._finish(current)

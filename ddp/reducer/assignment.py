@@ -5,17 +5,13 @@ Note [PyTorch's buckets]
     are those of PyTorch's DDP, in every pass. The first ones follow the order of registration, and are
     reduced from the last to the first. Where parameters may be unused they stay. Otherwise there is one per
     dtype until the order of gradients is known: after the first pass, with a static graph after the second.
-
-Note [Buckets in rows]
-    A comm hook that reduces to owners adds in the order of ranks, so no bits depend on the buckets. It may
-    name the optimizer's buckets: then a row is one part of the bucket, sent and summed in place.
 """
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,9 +20,6 @@ from zero_optim.comm.traffic import Timeout
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.plan.partition import assign_buckets
 from zero_optim.plan.strides import dense_strides
-
-# The parameters of each bucket, in its order. A parameter is in one bucket at most.
-Members: TypeAlias = Sequence[Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,43 +103,22 @@ class BucketAssignment:
 
 
 def assign(
-    reduced: ReducedParams,
-    options: ReducerOptions,
-    order: Sequence[int] | None = None,
-    members: Members | None = None,
+    reduced: ReducedParams, options: ReducerOptions, order: Sequence[int] | None = None
 ) -> BucketAssignment:
-    """Make the buckets; those in ``members`` if a comm hook names some: Note [PyTorch's buckets]."""
-    params = reduced.params
-    index_lists = [] if members is None else indices_of_members(reduced, members, order)
-    if sum(map(len, index_lists)) != len(params):
-        keys = [(p.dtype, index if reduced.is_sparse(index) else None) for index, p in enumerate(params)]
-        nbytes = [param.numel() * param.element_size() for param in params]
-        caps = options.bucket_caps_nbytes
-        may_be_unused = options.find_unused_parameters and not options.static_graph
-        if order is None and not (options.limits_first_buckets or may_be_unused):
-            caps = (sys.maxsize,)
-        in_order = range(len(keys)) if order is None else order
-        index_lists = assign_buckets(keys, nbytes, caps, in_order, overflow=True)
-        if order is None:
-            index_lists.sort(key=min, reverse=True)
+    """Make the buckets: Note [PyTorch's buckets]."""
+    keys = [(p.dtype, i if reduced.is_sparse(i) else None) for i, p in enumerate(reduced.params)]
+    nbytes = [param.numel() * param.element_size() for param in reduced.params]
+    caps = options.bucket_caps_nbytes
+    may_be_unused = options.find_unused_parameters and not options.static_graph
+    if order is None and not (options.limits_first_buckets or may_be_unused):
+        caps = (sys.maxsize,)
+    index_lists = assign_buckets(
+        keys, nbytes, caps, range(len(keys)) if order is None else order, overflow=True
+    )
+    if order is None:
+        index_lists.sort(key=min, reverse=True)
     make = partial(ReducerBucket, reduced=reduced, options=options)
     return BucketAssignment.of(reduced.names, index_lists, make)
-
-
-def indices_of_members(
-    reduced: ReducedParams, members: Members, order: Sequence[int] | None = None
-) -> list[list[int]]:
-    """Return the places of reduced parameters by bucket, in the order in which buckets become full."""
-    index_lists: list[list[int]] = []
-    for of_bucket in members:
-        here = [reduced.index_of[id(param)] for param in of_bucket if id(param) in reduced.index_of]
-        index_lists += [[index] for index in here if reduced.is_sparse(index)]
-        dense = [index for index in here if not reduced.is_sparse(index)]
-        index_lists += [dense] if dense else []
-    if order is None:
-        return sorted(index_lists, key=min, reverse=True)
-    places = {index: place for place, index in enumerate(order)}
-    return sorted(index_lists, key=lambda indices: max(map(places.__getitem__, indices)))
 
 
 def describe_params(pairs: Iterable[tuple[str, Tensor]]) -> list[str]:

@@ -84,14 +84,14 @@ class Reducer:
         self.assignment = self._assigned(order)
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
-        return assign(self._reduced, self.options, order, self.slot.take_members())
+        return assign(self._reduced, self.options, order)
 
     @torch.no_grad()
     def rebuild(self) -> bool:
         """Rebuild buckets in rank 0's order of gradients, if due; returns whether it did. All ranks call."""
         if self._inbox.running is not None:
             return False
-        if not self.history.knows_order(self.options) or (self.has_rebuilt and not self.slot.has_new_buckets):
+        if self.has_rebuilt or not self.history.knows_order(self.options):
             return False
         agreed = to_device(
             torch.tensor(self.history.order(), dtype=torch.int64, device="cpu"), self.group.device
@@ -110,8 +110,6 @@ class Reducer:
         if self._inbox.running is not None:
             raise RuntimeError("a comm hook must be registered before backward() begins")
         self.slot.register(state, hook)
-        if self.slot.has_new_buckets and not self.has_rebuilt:
-            self._assign(None)
 
     def expect(self, is_expected: bool) -> None:
         """Set the argument of ``wanted`` for passes from now on."""

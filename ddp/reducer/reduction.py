@@ -12,7 +12,6 @@ from torch.futures import Future
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat import private
-from zero_optim.ddp.reducer.assignment import Members
 from zero_optim.ddp.reducer.gradient_bucket import GradBucket, ReducerBucket, tensor_of
 from zero_optim.errors import message_of
 from zero_optim.flow.pending import Pending
@@ -29,9 +28,6 @@ class HookSlot:
     def __init__(self) -> None:
         self.hook: tuple[Hook, object] | None = None
         self.name = ""
-        # ``hook.members_of_buckets`` of a hook with its own buckets: Note [Buckets in rows] in `assignment`.
-        self._members: Callable[[], Members | None] | None = None
-        self.has_new_buckets = False  # these have not been taken
         self.failure: str | None = None
 
     def forget(self) -> None:
@@ -52,13 +48,6 @@ class HookSlot:
                 f"register that instead of {hook_name(hook)}"
             )
         self.hook, self.name = (hook, state), hook_name(hook)
-        self._members = getattr(hook, "members_of_buckets", None)
-        self.has_new_buckets = self._members is not None
-
-    def take_members(self) -> Members | None:
-        """Return the parameters of the hook's buckets, from now on; None for PyTorch's buckets."""
-        self.has_new_buckets = False
-        return None if self._members is None else self._members()
 
     def divisor(self) -> float | None:
         """Return by what gradients are divided as they are copied, for a hook of ours; None if not."""

@@ -95,7 +95,8 @@ class Overlap:
     def __init__(self, core: Core, joins: Joins) -> None:
         self.group = core.group
         self.takes_thread = may_run_beside(core.group, core.sharding.pieces)
-        self.lanes = self.new_lanes()
+        group = core.group.during("gather")
+        self.lanes = lanes_beside(group) if self.takes_thread else Lease.of(group)
         self.current: OverlappedStep | None = None  # not finished
         self.streams = StreamBeside()
         worker = Worker("zero_step") if self.takes_thread else None
@@ -107,11 +108,6 @@ class Overlap:
         self._stepped: dict[Tensor, None] = {}  # not gathered yet; perhaps at an earlier moment
         # What this pass has not gathered, with bytes to step: the header goes with the last one.
         self._left: dict[Bucket, int] = {}
-
-    def new_lanes(self) -> Lease:
-        """Take process groups for a thread, or ``group`` without one. All ranks call."""
-        group = self.group.during("gather")
-        return lanes_beside(group) if self.takes_thread else Lease.of(group)
 
     def release(self, *, waits: bool) -> bool:
         """Release the process groups, after steps if it ``waits``; return whether only some were stepped."""
