@@ -188,14 +188,12 @@ class SteppedBucket:
     @torch.no_grad()
     def wait(self) -> None:
         """Step the buckets of the optimizer that are full now; as a `Flow` ends work."""
-        known: list[Tensor | None] = [None] * len(self.params)
-        unsure: set[int] = set()
+        unsure = set[int]()
         with self.of.storing_errors():
-            if self.result is not None:
-                unsure = set() if self.all_used else _all_zero(self._gradients)
-                known = list(self._gradients)
+            if self._gradients and not self.all_used:
+                unsure = _all_zero(self._gradients)
         with self.of.storing_errors():
-            self.of.take(self.params, known, unsure)
+            self.of.take(self.params, self._gradients or [None] * len(self.params), unsure)
         if self.of.overlap.takes_thread:
             self.complete()
 
