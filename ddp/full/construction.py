@@ -131,7 +131,7 @@ class UnitConstruction:
             )
         choice = choose_units(module, arguments.units)
         _ = arguments.num_kept  # raises if it is no number
-        self.policy = PrecisionPolicy.of(arguments.precision, module) or PrecisionPolicy()
+        self.policy = PrecisionPolicy.of(arguments.precision)
         check_init(module, arguments.init)
         place = torch.get_default_device() if arguments.device is None else torch.device(arguments.device)
         self._replaced = leave_meta(module, place)
