@@ -15,7 +15,6 @@ Note [Numbers of a static graph]
 """
 
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -78,22 +77,15 @@ def zero_step(
             raise TypeError(f"expected hook to be a comm hook, or None for allreduce_hook, got {hook!r}")
         if ddp is not None:
             _check_wrapper(ddp, interleave)
-        all_used = _all_used_by(ddp)
-        wrapper = "None" if ddp is None else f"a wrapper whose parameters are all used: {all_used()}"
+        wrapper = "None" if ddp is None else f"a wrapper whose parameters are all used: {_uses_all(ddp)}"
         agreed.items.append(f"hook {describe(hook, bound=False)}")
         agreed.items += [f"interleave={interleave}", f"ddp={wrapper}"]
-    return ZeroStep(optimizer, hook, interleave=interleave, all_used=all_used)
+    return ZeroStep(optimizer, hook, interleave=interleave, ddp=ddp)
 
 
-def _all_used_by(ddp: DistributedDataParallel | None) -> Callable[[], bool]:
-    """Return a callable that is True if each parameter is used on some rank, in each pass."""
-    reference = None if ddp is None else weakref.ref(ddp)  # the wrapper holds the hook
-
-    def all_used() -> bool:
-        wrapper = None if reference is None else reference()
-        return wrapper is not None and not wrapper.find_unused_parameters and not wrapper.static_graph
-
-    return all_used
+def _uses_all(ddp: DistributedDataParallel | None) -> bool:
+    """Whether a wrapper is known to use each parameter on some rank, in each pass."""
+    return ddp is not None and not ddp.find_unused_parameters and not ddp.static_graph
 
 
 def hook_with_zero_step(
@@ -144,7 +136,7 @@ class ZeroStep:
         hook: Hook | None,
         *,
         interleave: bool,
-        all_used: Callable[[], bool],
+        ddp: DistributedDataParallel | None,
     ) -> None:
         self._hook = hook  # None for a mean
         inner = "mean_hook" if hook is None else name_of(hook)
@@ -152,7 +144,7 @@ class ZeroStep:
         self._optimizer = optimizer
         self._overlap = optimizer.iteration.overlap()
         self._interleave = interleave
-        self._all_used = all_used
+        self._ddp = None if ddp is None else weakref.ref(ddp)  # which holds the hook
         self._pass: SteppedPass | None = None
         self._held: list[SteppedBucket] = []  # came, and are not queued yet
         self._ending: set[int] = set()  # the engine's numbers of the passes that will call `_end`
@@ -177,7 +169,8 @@ class ZeroStep:
             self._ending.add(backward)
             autograd.after_backward(self._before_end)
         buffer = bucket.buffer()
-        all_used = getattr(bucket, "all_used", False) or self._all_used()
+        ddp = None if self._ddp is None else self._ddp()
+        all_used = getattr(bucket, "all_used", False) or _uses_all(ddp)
         reduced = self._reduction(state, bucket)
         if buffer.is_sparse:
             # Every rank sees the same buckets, so all fail.
