@@ -207,8 +207,7 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
     @eager
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         """Broadcast the buffers as our work, so that errors name missing ranks."""
-        runs_hook = hasattr(self, "buffer_hook")  # one of the user's, for buffers
-        with self.reducer.own.group.during("buffers").begin_work(runs_hook=runs_hook):
+        with self.reducer.own.group.during("buffers").begin_work():
             super()._sync_module_buffers(authoritative_rank)  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------ hooks and refusals

@@ -14,7 +14,6 @@ from zero_optim.ddp.reducer.reducer import Reducer
 # PyTorch's names of methods that ours have under another name.
 _OWN_NAMES = {
     "_check_reducer_finalized": "check_finished",
-    "_install_post_backward_futures": "wait_for",
     "_remove_autograd_hooks": "close",
     "_reset_state": "reset",
     "_set_static_graph": "set_static_graph",

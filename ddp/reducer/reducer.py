@@ -7,7 +7,7 @@ is launched, and the results become the parameters' gradients.
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -68,7 +68,6 @@ class Reducer:
         self._divisor: Callable[[], float] | None = None  # of the next pass, in Join; None for `size`
         self._search = UnusedSearch()
         self._unread: list[FailureReport] = []  # of passes that have ended
-        self._futures: list[torch.futures.Future[object]] = []  # waited for when the next pass ends
         self._assign(None)
 
     def use_group(self, process_group: dist.ProcessGroup | None) -> None:
@@ -121,10 +120,6 @@ class Reducer:
     def divide_by(self, divisor: Callable[[], float]) -> None:
         """Divide the gradients of the next pass by the number of ranks that take part, in ``Join``."""
         self._divisor = divisor
-
-    def wait_for(self, futures: Iterable[torch.futures.Future[object]]) -> None:
-        """Wait for these too when the next pass ends."""
-        self._futures += futures
 
     def set_static_graph(self) -> None:
         """Expect every pass to be like the next; all ranks call, before their first backward pass."""
@@ -273,9 +268,6 @@ class Reducer:
                         bucket.flat.zero_()
             else:
                 current.give(unused, report)
-        futures, self._futures = self._futures, []
-        for future in futures:
-            future.wait()
         history, calls, order = self.history, current.calls, current.order
         if current.is_empty:  # its own pass would have been like those of the others
             calls, order = [int(flag) for flag in used], history.last_order
