@@ -50,9 +50,9 @@ from torch import Tensor
 from zero_optim.compat import private
 from zero_optim.compat.streams import record_use, to_device
 from zero_optim.flow.pending import Pending, Waitable
-from zero_optim.hooks.grad_bucket import TensorFuture, gradients_in
 from zero_optim.iteration.overlap import Overlap
 from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.plan.strides import consecutive_views
 
 Gradients = dict[Tensor, Tensor | None]
 
@@ -160,7 +160,7 @@ class SteppedBucket:
     buffer: Tensor  # has the unreduced gradients
     reduced: Waitable  # has one tensor, perhaps in a list
     all_used: bool
-    done: TensorFuture
+    done: torch.futures.Future[Tensor]
     _gradients: Sequence[Tensor] = field(default=(), init=False)
     result: Tensor | None = field(default=None, init=False)  # None if the reduction failed
 
@@ -182,7 +182,7 @@ class SteppedBucket:
             raise TypeError(f"expected the hook's future to hold one tensor, got {type(reduced).__name__}")
         record_use(reduced)  # made on another stream
         dtype = self.params[0].dtype
-        self._gradients = [reduced.to(dtype)] if reduced.is_sparse else gradients_in(reduced, self.params)
+        self._gradients = [reduced.to(dtype)] if reduced.is_sparse else _gradients_in(reduced, self.params)
         self.result = reduced
 
     @torch.no_grad()
@@ -206,6 +206,14 @@ class SteppedBucket:
                 self.of.store(error)
             else:
                 return
+
+
+def _gradients_in(reduced: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+    """View each parameter's gradient, with its strides, in a dense reduced bucket of any dtype."""
+    flat, dtype = reduced.reshape(-1), params[0].dtype
+    if dtype.is_complex and not flat.is_complex():  # PyTorch's DDP has real numbers in the bucket
+        flat = torch.view_as_complex(flat.to(dtype.to_real()).view(-1, 2))
+    return consecutive_views(flat.to(dtype), params)
 
 
 def _all_zero(gradients: Sequence[Tensor]) -> set[int]:

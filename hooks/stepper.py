@@ -17,21 +17,24 @@ Note [Numbers of a static graph]
 import weakref
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed import GradBucket as _GradBucket  # type: ignore[attr-defined] # its stub exports nothing
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_optim.comm.agreement import agreeing, check_flags, raise_together
 from zero_optim.comm.collectives import RELEASED, RankGroup
 from zero_optim.compat import autograd
 from zero_optim.compat.streams import future_on
+from zero_optim.ddp.reducer.reduction import Hook
 from zero_optim.flow.pending import Waitable
-from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, group_of, name_of, start_mean
 from zero_optim.hooks.passes import SteppedBucket, SteppedPass
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.plan.description import describe
+
+GradBucket: TypeAlias = _GradBucket  # or our DDP's, with the same methods
 
 
 def zero_step(
@@ -139,7 +142,7 @@ class ZeroStep:
         ddp: DistributedDataParallel | None,
     ) -> None:
         self._hook = hook  # None for a mean
-        inner = "mean_hook" if hook is None else name_of(hook)
+        inner = "mean_hook" if hook is None else getattr(hook, "__name__", type(hook).__name__)
         self.__name__ = self.__qualname__ = f"zero_step({inner})"  # which DDP logs
         self._optimizer = optimizer
         self._overlap = optimizer.iteration.overlap()
@@ -151,7 +154,7 @@ class ZeroStep:
 
     def divides_by(self, state: dist.ProcessGroup | None) -> float | None:
         """Return by what our DDP divides gradients as it copies them; None if the hook does."""
-        return group_of(state).size() if self._hook is None else None
+        return dist.get_world_size(state) if self._hook is None else None
 
     def __deepcopy__(self, memo: object) -> "ZeroStep":
         """Return the hook itself, like a function: a copied DDP has the hook of the original."""
@@ -176,7 +179,7 @@ class ZeroStep:
             # Every rank sees the same buckets, so all fail.
             with of.storing_errors():
                 self._optimizer.core.check_sparse(params)
-        done: TensorFuture = future_on(buffer.device)
+        done: torch.futures.Future[torch.Tensor] = future_on(buffer.device)
         self._held.append(SteppedBucket(of, params, buffer, reduced, all_used, done))
         if self._interleave or of.is_complete or autograd.has_computed_all():
             self._put_held(of)
@@ -192,15 +195,18 @@ class ZeroStep:
         return self._pass
 
     def _reduction(self, state: Any, bucket: GradBucket) -> Waitable:  # noqa: ANN401 - the hook's
-        ranks = self._overlap.group.during("reduce", is_exposed=False)
+        ranks, about = self._overlap.group.during("reduce", is_exposed=False), f"bucket {bucket.index()}"
         if self._hook is not None:
             # A work, so that the watchdog sees who waits for the hook: PyTorch's DDP makes none.
-            with ranks.begin_work(f"bucket {bucket.index()}", runs_hook=True) as work:
+            with ranks.begin_work(about, runs_hook=True) as work:
                 work.take(self._hook(state, bucket))
             return work
-        if (group := group_of(state)) is not ranks.process_group:
-            ranks = replace(RankGroup.of(group, bucket.buffer()), phase=ranks.phase)
-        return start_mean(ranks, bucket)
+        group, buffer = dist.group.WORLD if state is None else state, bucket.buffer()
+        if group is not ranks.process_group:
+            ranks = replace(RankGroup.of(group, buffer), phase=ranks.phase)
+        if not getattr(bucket, "is_divided", False):  # as DDP without a hook, which divides views of a bucket
+            buffer = buffer.div_(ranks.size) if buffer.is_sparse else buffer.mul_(1 / ranks.size)
+        return ranks.start_sum(buffer, about)
 
     def _put_held(self, of: SteppedPass) -> None:
         if not of.has_begun:

@@ -217,7 +217,7 @@ def raises_once(original: Any) -> Any:
 POINTS: dict[str, tuple[Any, str]] = {
     "beginning": (Overlap, "begin"),
     "receiving": (passes.SteppedBucket, "receive"),
-    "gradients": (passes, "gradients_in"),
+    "gradients": (passes, "_gradients_in"),
     "marking use": (passes, "record_use"),
     "counting": (passes.SteppedPass, "take"),
     "stepping": (passes.SteppedPass, "step"),
