@@ -82,14 +82,10 @@ class TorchReducerAdapter:
             "DistributedDataParallel"
         )
 
-    def _push_all_rebuilt_params(self) -> None:
-        """Do nothing: the order is agreed when buckets are rebuilt."""
+    def _ignore(self, *_: object) -> None:
+        """Do nothing: the order is agreed when buckets are rebuilt, and no statistics are sampled."""
 
-    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
-        if not isinstance(rate, int):
-            raise TypeError(f"expected the sample rate to be a whole number, got {rate!r}")
-        if rate < 1:
-            raise ValueError(f"expected a sample rate of at least 1, got {rate}")
+    _push_all_rebuilt_params = _set_ddp_runtime_logging_sample_rate = _ignore
 
 
 class TorchLoggerAdapter:
