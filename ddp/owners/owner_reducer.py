@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from weakref import WeakMethod
 
 import torch
@@ -17,12 +16,10 @@ from zero_optim.ddp.owners.owner_sums import OwnerSums
 from zero_optim.ddp.owners.replica_check import ReplicaCheck
 from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducerOptions
 from zero_optim.ddp.reducer.backward_pass import BackwardPass
-from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.graph import accumulates
 from zero_optim.ddp.reducer.inbox import Ties, weakly
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.reducer.reduction import Launch
-from zero_optim.flow.pending import Pending
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.strides import kept_dtype
 from zero_optim.step.partial import PartialGradient
@@ -138,7 +135,7 @@ class OwnerReducer(Reducer):
         """Put reduced gradients aside: autograd would add unreduced ones to them."""
         if self._check is not None:
             self._check.start()
-        sums = OwnerSums(*self._route)
+        sums = OwnerSums(self._summing, *self._route)
         for bucket in self.assignment.buckets:
             assert isinstance(bucket, OwnerBucket)  # see `_assigned`
             earlier = {}
@@ -146,14 +143,7 @@ class OwnerReducer(Reducer):
                 if param.grad is not None and not self.unreduced[index]:
                     earlier[slot], param.grad = param.grad, None
             bucket.begin(earlier, adds_at_once=self.defers_reports)
-        return partial(self._start, sums)
-
-    def _start(self, sums: OwnerSums, bucket: ReducerBucket) -> Pending[Tensor]:
-        if bucket.is_sparse:
-            sums.finish()
-            return self._summing.start_sum(bucket.flat, bucket.label)
-        assert isinstance(bucket, OwnerBucket)  # see `_assigned`
-        return sums.launch(bucket)
+        return sums.launch
 
     def _finish(self, current: BackwardPass) -> None:
         super()._finish(current)

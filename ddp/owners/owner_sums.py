@@ -18,6 +18,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.row_sum import ReceiveBuffer, start_in_stages
 from zero_optim.ddp.owners.owner_bucket import OwnerBucket
+from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
 
@@ -29,17 +30,24 @@ class OwnerSums:
 
     def __init__(
         self,
+        everyone: RankGroup,
         inner: RankGroup,  # the ranks of this replica
         lanes: Lease,  # for exchanges among them
         across: RankGroup | None = None,  # owners of the same rows in all replicas
     ) -> None:
-        self._inner, self._lanes, self._across = inner, lanes, across
+        self._everyone, self._inner, self._lanes, self._across = everyone, inner, lanes, across
         self._received = ReceiveBuffer()
         # Of sums, of what brings them to owners, and of sums across replicas; each of one bucket at a time.
         self._flows = Flow(1), Flow(1), Flow(1)
 
-    def launch(self, bucket: OwnerBucket) -> Pending[Tensor]:
+    def launch(self, bucket: ReducerBucket) -> Pending[Tensor]:
         """Start a bucket; the result is what it returns as it takes the sum of this rank's row over."""
+        if bucket.is_sparse:  # every rank gets the sum
+            with self._lanes:
+                for flow in self._flows:
+                    flow.wait()
+            return self._everyone.start_sum(bucket.flat, bucket.label)
+        assert isinstance(bucket, OwnerBucket)  # as `OwnerReducer` makes them
         results: list[Tensor] = []
         sums, bringing, replicas = self._flows
         with self._lanes:  # nobody else shall have them if something fails
@@ -69,12 +77,6 @@ class OwnerSums:
         (flow, stage), *later = stages
         go_on = partial(self._go_on, later, end)
         flow.start(lambda: Pending([stage(total)], go_on))
-
-    def finish(self) -> None:
-        """Wait for all buckets; raises what an earlier wait raised."""
-        with self._lanes:
-            for flow in self._flows:
-                flow.wait()
 
     def _finish(self, results: list[Tensor]) -> Tensor:
         """Wait for a bucket, and for those before."""
