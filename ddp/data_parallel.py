@@ -215,8 +215,7 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let a hook reduce the buckets instead of all-reduce; any hook of PyTorch's DDP runs here.
 
-        All ranks register the same, once, before the first backward pass; communicates. A hook that reduces
-        to owners brings its own buckets.
+        All ranks register the same, once, before the first backward pass; communicates.
 
         Raises:
             RankMismatchError: on every rank, if hooks have other code, or states other options.
