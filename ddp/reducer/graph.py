@@ -67,8 +67,11 @@ def on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHand
 def nearest(output: Tensor, leaves: Container[int]) -> Tensor | None:
     """Return the nearest of the leaves, by id, behind an output."""
     assert output.grad_fn is not None  # asked for by the caller
-    behind = (getattr(node, "variable", None) for node in _nodes_behind([output.grad_fn]))
-    return next((leaf for leaf in behind if id(leaf) in leaves), None)
+    for node in _nodes_behind([output.grad_fn]):
+        leaf: Tensor | None = getattr(node, "variable", None)  # of one that accumulates
+        if id(leaf) in leaves:
+            return leaf
+    return None
 
 
 def _nodes_behind(nodes: Iterable[Node]) -> Iterator[Node]:
