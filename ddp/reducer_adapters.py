@@ -5,7 +5,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from zero_optim.compat.autograd import eager
 from zero_optim.compat.streams import HostCopy, is_asynchronous
@@ -18,6 +17,7 @@ _OWN_NAMES = {
     "_reset_state": "reset",
     "_set_static_graph": "set_static_graph",
     "_update_process_group": "use_group",
+    "prepare_for_backward": "prepare",  # though the last forward pass was under ``no_sync``
 }
 
 
@@ -41,11 +41,6 @@ class TorchReducerAdapter:
         """Begin an iteration."""
         self.num_forwards += 1
         self.own.begin_forward()
-
-    def prepare_for_backward(self, outputs: list[Tensor]) -> None:
-        """Expect a backward pass, though the last forward pass was under ``no_sync``."""
-        self.own.expect(True)
-        self.own.prepare(outputs)
 
     @eager
     def _rebuild_buckets(self) -> bool:

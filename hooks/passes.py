@@ -93,10 +93,6 @@ class SteppedPass:
         """Store an exception, if it is the first."""
         self.error = self.error or error
 
-    def abandon(self) -> None:
-        """Give up the lanes on which something failed."""
-        self.overlap.lanes.abandon()
-
     @contextmanager
     def storing_errors(self) -> Iterator[None]:
         """Store the body's exception as the pass's error."""
@@ -105,7 +101,7 @@ class SteppedPass:
         except BaseException as error:  # noqa: BLE001 - raised when backward has ended
             self.store(error)
             with suppress(Exception):  # DDP waits for the future, whatever fails
-                self.abandon()
+                self.overlap.lanes.abandon()
 
     def take(self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], unsure: set[int]) -> None:
         """Store reduced gradients, and step the optimizer's full buckets: Note [Few steps]."""

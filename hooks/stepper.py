@@ -247,7 +247,7 @@ class ZeroStep:
                 finally:
                     self._overlap.end_backward(is_final=not is_inner, failed=of.error is not None)
         except BaseException:
-            of.abandon()
+            self._overlap.lanes.abandon()
             raise
         if of.error is not None:
             raise of.error

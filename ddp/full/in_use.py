@@ -112,9 +112,6 @@ class UnitsInUse(ModuleCalls, Uncopied):
         """Those of all units."""
         return _buckets_of(self.units)
 
-    def _buckets_of(self, number: int | None) -> list[RowBucket]:
-        return [] if number is None else self.units[number].buckets
-
     def nbytes_live(self) -> int:
         """Bytes of the flat tensors that are there now, beside what this rank keeps for good."""
         return sum(bucket.nbytes_live for bucket in self.buckets)
@@ -178,7 +175,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
         order = self._forward[self._unit_of[self.under_way[0].module]]
         if is_outermost:
             order.begin()
-        following = self._buckets_of(order.reached(unit.number))
+        following = _buckets_of(map(self.units.__getitem__, order.reached(unit.number)))
         self._at(Moment.BEFORE_FORWARD, following, purpose, tells=True, only=Operation.GATHER)
 
     def after_forward(self, call: Call, output: object, *, raised: bool) -> object:
@@ -248,9 +245,10 @@ class UnitsInUse(ModuleCalls, Uncopied):
         self._at(Moment.BEFORE_BACKWARD, self.units[number].buckets, Purpose.BACKWARD)
         self._places.reached(number, place)
         following = self._backward.reached(number)
-        buckets = self._buckets_of(following)
+        buckets = _buckets_of(map(self.units.__getitem__, following))
         self._at(Moment.BEFORE_BACKWARD, buckets, Purpose.BACKWARD, only=Operation.GATHER)
-        self._places.gathered(following)
+        for each in following:
+            self._places.gathered(each)
 
     def gradient_came(self, index: int) -> None:
         """Note that a parameter has its gradient."""

@@ -63,8 +63,8 @@ class LaunchOrder:
         first = [self._first.get(number, inf) if number else 0 for number in self._unit_of]
         self._current.launch_due(lambda bucket: first[bucket] > place)
 
-    def gathered(self, number: int | None) -> None:
-        """Note that the gather of a unit was started, or is not needed; None for no unit."""
+    def gathered(self, number: int) -> None:
+        """Note that the gather of a unit was started, or is not needed."""
         if self._to_gather is not None and number in self._to_gather:
             self._to_gather.remove(number)
             if not self._to_gather and self._current is not None:

@@ -70,7 +70,7 @@ class OwnerReducer(Reducer):
         for other in reducers_with(set(self.params)):
             if isinstance(other, OwnerReducer) and other is not self:
                 other.retire()
-        self.expect(True)  # modules may be called by themselves, before the first forward pass of the whole
+        self._is_expected = True  # modules may be called before the first forward pass of the whole
 
     def rebuild(self) -> bool:
         """Do nothing: buckets are those of the optimizer."""

@@ -110,10 +110,6 @@ class Reducer:
             raise RuntimeError("a comm hook must be registered before backward() begins")
         self.slot.register(state, hook)
 
-    def expect(self, is_expected: bool) -> None:
-        """Set the argument of ``wanted`` for passes from now on."""
-        self._is_expected = is_expected
-
     def _is_wanted(self, *, was_prepared: bool = False) -> bool:
         return bool(self._ties.wanted(was_prepared or self._is_expected))
 
@@ -149,12 +145,13 @@ class Reducer:
         """End a forward pass with gradients; if it `syncs`, its backward pass must be reduced."""
         self._check_current()
         self.group.works.log.activity.end("forward pass")
-        self.expect(syncs)
+        self._is_expected = False
         if syncs:
             self.prepare(output)
 
-    def prepare(self, outputs: object = ()) -> None:
-        """Look at a forward pass's output, before the user gets it; every rank, after the same passes."""
+    def prepare(self, outputs: object) -> None:
+        """Expect passes from now on, and look at an output before the user gets it; ranks do so alike."""
+        self._is_expected = True
         refuse_distributed_autograd()
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         if self.options.find_unused_parameters and not self.options.static_graph:
