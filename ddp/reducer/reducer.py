@@ -131,20 +131,16 @@ class Reducer:
         self._is_replaced = True
         self.close()
 
-    def _check_current(self) -> None:
-        if self._is_replaced:
-            raise RuntimeError(WRAPPED_ANEW)
-
     def begin_forward(self) -> None:
         """Begin a forward pass whose backward pass must be reduced; raises as `check_finished`."""
-        self._check_current()
         self.group.works.log.activity.begin("forward pass")
         self.check_finished(waits=False)
 
     def end_forward(self, output: object, *, syncs: bool) -> None:
         """End a forward pass with gradients; if it `syncs`, its backward pass must be reduced."""
-        self._check_current()
         self.group.works.log.activity.end("forward pass")
+        if self._is_replaced:
+            raise RuntimeError(WRAPPED_ANEW)
         self._is_expected = False
         if syncs:
             self.prepare(output)
