@@ -146,8 +146,8 @@ class StepTask(Gathering, Generic[T]):
         changed = self._changed
         if held := set(self._held):
             moved = [] if self.awaited is not None else self._moved  # else they are on their way
-            return super().to_gather([b for b in buckets if b in (moved if b in held else changed)])
-        return super().to_gather(buckets if changed == buckets else [b for b in buckets if b in changed])
+            return [b for b in buckets if b in (moved if b in held else changed)]
+        return buckets if changed == buckets else [b for b in buckets if b in changed]
 
     def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket, or send rows back to those who keep them."""
@@ -157,7 +157,6 @@ class StepTask(Gathering, Generic[T]):
 
     def clean_up(self, error: BaseException, buckets: Sequence[Bucket]) -> None:
         """Drop what came to owners."""
-        super().clean_up(error, buckets)
         for bucket in self._held:
             bucket.release()
 

@@ -22,7 +22,7 @@ Note [Failures in a step]
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -31,7 +31,6 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import agree
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.lanes import Lease, host_lanes_beside
 from zero_optim.compat.autograd import eager
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.errors import RemoteRankError
@@ -42,7 +41,7 @@ from zero_optim.health.stamp import Header
 from zero_optim.health.stamps import Call, Stamps
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.shard.bucket import Bucket, copy_out
-from zero_optim.shard.gathers import gains_by_lanes, may_use_lanes, start_gather
+from zero_optim.shard.gathers import start_gather
 from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.task import Task
 
@@ -54,8 +53,7 @@ class Gathering(Task):
     """The gather of all buckets, without a header. Subclasses step, and send one."""
 
     def __init__(self, engine: "Engine") -> None:
-        self._engine, self._group = engine, engine.group.during("gather")
-        self._lanes: Lease | None = None
+        self._group = engine.group.during("gather")
         self.span = self._group.phase if engine.is_on_cpu else nullcontext()
 
     def step(self, buckets: Sequence[Bucket]) -> None:
@@ -63,21 +61,9 @@ class Gathering(Task):
         for bucket in buckets:
             bucket.stepped(changed=True)
 
-    def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
-        """Return all; takes lanes where they make the gather faster."""
-        self._lanes = self._engine.lanes_for(buckets)
-        return buckets
-
     def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket."""
-        group, lanes = self._group, self._lanes
-        used = (group,) if lanes is None or not may_use_lanes(bucket, group) else lanes.groups
-        return start_gather(used, bucket, self.take_header())
-
-    def clean_up(self, error: BaseException, buckets: Sequence[Any]) -> None:
-        """Let nobody else use lanes on which something failed."""
-        if self._lanes is not None:
-            self._lanes.abandon()
+        return start_gather((self._group,), bucket, self.take_header())
 
 
 class Engine:
@@ -93,14 +79,12 @@ class Engine:
         self._replicas: Callable[[BaseException], None] | None = None  # of a mesh
         self._recipe = ZERO1  # of buckets that every rank keeps whole
         self._readers: list[frozenset[Tensor]] = []  # parameters of models whose modules wait for gathers
-        self._lanes: Lease | None = None  # for owners, see Note [A lane an owner] in `gathers`
-        self._without_lanes: list[Bucket] = []  # which do not gain by them
         self._numbers: dict[Tensor, int] = {}  # of the bucket of each parameter
         self._active: list[bool] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle without models and replicas, which have the original; lanes are taken anew."""
-        return {**vars(self), "_lanes": None, "_readers": [], "_recipe": ZERO1, "_replicas": None}
+        """Copy and pickle without models and replicas, which have the original."""
+        return {**vars(self), "_readers": [], "_recipe": ZERO1, "_replicas": None}
 
     # ------------------------------------------------------------------ process groups that come and go
 
@@ -112,14 +96,11 @@ class Engine:
         self.buckets, self._numbers, self._active = [], {}, []
 
     def release(self, *, waits: bool) -> None:
-        """Wait for gathers or abandon them, then release the groups; no error if a rank died."""
-        lanes, self._lanes = self._lanes, None
+        """Wait for gathers or abandon them, then release the group; no error if a rank died."""
         try:
-            if waits:
-                self.under_way.wait()
-        except RuntimeError:  # of the backend
-            if lanes is not None:
-                lanes.abandon()
+            with suppress(RuntimeError):  # of the backend
+                if waits:
+                    self.under_way.wait()
         finally:
             self.under_way.abandon()
         self.group, self._replicas, self._recipe = self.group.release(), None, ZERO1
@@ -294,17 +275,6 @@ class Engine:
         every = [bucket for bucket in self.buckets if bucket.schedule.parameters is not Placement.HELD]
         self.on(Moment.STEP, every, Gathering(self))
         self.under_way.wait()
-
-    def lanes_for(self, buckets: Sequence[Bucket]) -> Lease | None:
-        """Return lanes for owners if they make a gather faster, or did for another; all ranks call."""
-        buckets = [bucket for bucket in buckets if bucket.schedule.parameters is not Placement.HELD]
-        if self._lanes is None and self._without_lanes != buckets:
-            group = self.group.during("gather")
-            if gains_by_lanes(group, buckets):
-                self._lanes = host_lanes_beside(group)
-            else:
-                self._without_lanes = list(buckets)
-        return self._lanes
 
     # ------------------------------------------------------------------ what ranks tell each other beside
 

@@ -2,15 +2,6 @@
 
 Here one is started; `zero_optim.shard.engine` decides when. Functions that take a group or lanes
 communicate; all ranks call them in the same order of buckets.
-
-Note [A lane an owner]
-    A gloo group runs operations in order, few at a time, so several owners' broadcasts are often half duplex.
-    With a lane (a group) for each owner, a 55 MB gather between two ranks takes 240 ms over 1 Gbit/s instead
-    of 390 to 440 (the wire alone: 233), and 0.8 to 0.9 of the time over loopback. Below 2 MiB lanes gain
-    nothing, and cost threads and file descriptors; the first larger gather of several owners creates them.
-    An overlapped step has its own, as its thread gathers in another order. Other backends have one
-    communicator a device: Note [Rows at once] in `zero_optim.comm.collectives`. Merged rows, gathers during
-    the step and a limit of the *number* of pending gathers gained nothing.
 """
 
 from collections.abc import Collection, Sequence
@@ -26,9 +17,6 @@ from zero_optim.flow.pending import Pending
 from zero_optim.health.stamp import Arrival, Header
 from zero_optim.health.unit_stamps import Purpose, UnitStamps
 from zero_optim.shard.bucket import Bucket
-
-# See Note [A lane an owner].
-LANES_FROM_NBYTES = 2**21
 
 
 def start_gather(
@@ -63,21 +51,6 @@ def start_header(lane: RankGroup, header: Header, device: torch.device) -> Pendi
     heads = header.written(lane.size, lane.rank, device)
     works = gather_heads([lane], heads[0], "stamps") or lane.broadcast_rows([], "stamps", heads)
     return Pending(works, lambda _: header.take(Arrival(heads[0], header.mine)), heads)
-
-
-def gains_by_lanes(group: RankGroup, buckets: Sequence[Bucket]) -> bool:
-    """Whether lanes make a gather faster; the same on every rank."""
-    if group.size == 1:
-        return False
-    sent = [bucket for bucket in buckets if may_use_lanes(bucket, group)]
-    if sum(bucket.nbytes for bucket in sent) < LANES_FROM_NBYTES:
-        return False
-    return len({row.owner for bucket in sent for row in bucket.layout.rows}) > 1
-
-
-def may_use_lanes(bucket: Bucket, group: RankGroup) -> bool:
-    """Whether a bucket's rows may go on lanes of their own."""
-    return group.transport(bucket.device).lets_threads and group.shared_memory(bucket.device) is None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
