@@ -25,7 +25,6 @@ from training import assert_same_bits
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.comm.row_sum import start_row_sum
-from zero_optim.comm.sending import spread_rows
 from zero_optim.comm.traffic import Phase
 from zero_optim.ddp import FullyShardedDataParallel
 from zero_optim.host.several_hosts import SeveralHosts
@@ -59,12 +58,13 @@ def rows_of(rank: int, size: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(length, generator=generator).mul_(100).to(dtype) for length in lengths]
 
 
-def heads_of(group: RankGroup) -> list[tuple[int, Tensor]]:
-    return [(rank, torch.full((4,), float(group.rank))) for rank in range(group.size)]
+def heads_of(group: RankGroup) -> tuple[Tensor, Tensor]:
+    heads = torch.full((group.size, 4), float(group.rank))
+    return heads, heads[group.rank]
 
 
-def assert_came(*heads: tuple[int, Tensor]) -> None:
-    assert_same_bits([head for _, head in heads], [torch.full((4,), float(rank)) for rank, _ in heads])
+def assert_came(heads: Tensor) -> None:
+    assert torch.equal(heads, torch.arange(float(len(heads))).unsqueeze(1).expand_as(heads))
 
 
 def added(rows: Sequence[Tensor]) -> Tensor:
@@ -102,9 +102,9 @@ def check_rows_and_sums(kind: str) -> None:
         heads = heads_of(group), heads_of(group)
         works = [
             *group.broadcast_rows(arrivals[:3]),
-            *spread_rows([group], heads[0], arrivals[3:6], 5),
+            *group.broadcast_rows(arrivals[3:6], "", heads[0], 5),
             *group.broadcast_rows(arrivals[6:9]),
-            *spread_rows([group], heads[1], arrivals[9:], 5),
+            *group.broadcast_rows(arrivals[9:], "", heads[1], 5),
         ]
         for dtype in (torch.float32, torch.float64, torch.complex64):
             for shape in ((1,), (3,), (10, 100), (300_001,)):
@@ -120,7 +120,8 @@ def check_rows_and_sums(kind: str) -> None:
         for work in works:
             work.wait()
         assert_same_bits([row for _, row in arrivals], [row for _, row in rows], kind)
-        assert_came(*heads[0], *heads[1])
+        assert_came(heads[0][0])
+        assert_came(heads[1][0])
 
 
 KINDS = ["2 x 2", "turns"]
@@ -151,7 +152,7 @@ def test_a_row_crosses_once_from_each_host() -> None:
             for work in counted.broadcast_rows(list(enumerate(rows))):
                 work.wait()
             counted.start_sum(torch.ones(4000)).wait()
-            for work in spread_rows([counted], heads_of(group), list(enumerate(rows)), 1):
+            for work in counted.broadcast_rows(list(enumerate(rows)), "", heads_of(group), 1):
                 work.wait()
         nbytes = [each.args[0].nbytes for each in sends.call_args_list]  # of this rank
         assert nbytes == [4000, 4000, 4000, 4000, 8, 16, 4000]  # a tag and a head before the last
@@ -166,9 +167,9 @@ def test_of_rows_with_other_tags_the_heads_come_and_the_next_call_goes_on(tags: 
     with on_hosts("2 x 2") as group:
         tag, heads = tags[group.rank], heads_of(group)
         rows = [(owner, torch.ones(1000 * tag)) for owner in range(4)]
-        for work in spread_rows([group], heads, rows, tag):
+        for work in group.broadcast_rows(rows, "", heads, tag):
             work.wait()
-        assert_came(*heads)
+        assert_came(heads[0])
         total = torch.ones(1000)
         group.start_sum(total).wait()
         assert torch.equal(total, torch.full((1000,), 4.0))

@@ -209,7 +209,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
         if not self.under_way:
             order.end()
             for each in self.units:
-                if any(bucket.gathers.is_unclaimed for bucket in each.buckets):  # fetched, and not needed
+                if any(bucket.comes for bucket in each.buckets):  # fetched, and not needed
                     self._at(Moment.AFTER_FORWARD, each.buckets)
 
     def _watch(self, unit: Unit, tensors: list[Tensor], order: UnitOrder) -> bool:

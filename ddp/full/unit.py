@@ -129,7 +129,7 @@ class UnitTask(Task):
         if isinstance(error, RankMismatchError):
             for unit in self._units:
                 for bucket in unit.buckets:
-                    bucket.gathers.abandon()
+                    bucket.forget()
             self._gathers.abandon()
             for each in buckets:
                 each.free()

@@ -180,7 +180,8 @@ class RankGroup:
 
     def shared_memory(self, device: torch.device) -> OneHost | SeveralHosts | None:
         """Return what sends tensors of a device through memory, if the ranks have met and share it."""
-        return self.works.shared_memory if device.type == "cpu" else None
+        works = self.works
+        return works.memory if device.type == "cpu" and works.log.shares_memory else None
 
     def levels(self, device: torch.device) -> "Levels | None":
         """Return the groups inside hosts and across, where a device's tensors go through these."""
@@ -203,11 +204,12 @@ class RankGroup:
         return Work(self.works, self.phase, about, late_on=transport.late_on, polls=transport.waits_on_host)
 
     def broadcast_rows(
-        self, rows: Iterable[_Row], about: str = "", heads: _Slice | None = None
+        self, rows: Iterable[_Row], about: str = "", heads: _Slice | None = None, tag: int = 0
     ) -> list[Waitable]:
         """Start broadcasts of (owner, 1-D tensor) pairs on a device; all ranks call: Note [Rows at once].
 
         ``heads``: for a short row of bytes of each rank, and this rank's: in place where memory is shared.
+        There only heads come of ranks with another ``tag``.
         """
         listed = list(rows)
         if self.size == 1 or not (listed or heads is not None):
@@ -217,7 +219,7 @@ class RankGroup:
         if memory is not None:
             before = [] if heads is None else list(enumerate(heads[0].unbind()))
             with self.begin_work(about) as work:
-                work.take(handle := memory.spread_rows([*before, *listed]))
+                work.take(handle := memory.spread_rows([*before, *listed], tag))
             self.phase.sent(handle.nbytes, len(listed) + (heads is not None))
             return [work]
         return self._gather(about, device, [] if heads is None else [heads], listed)

@@ -40,22 +40,20 @@ class Activity:
         self.last = Mark(name, self.counts.get(name, 0), time.monotonic(), is_over=True)
 
 
+@dataclass(frozen=True, slots=True)
 class ActivityScope:
     """A context that names what this process does; untraced, for compiled steps."""
 
-    __slots__ = ("_activity", "_name")
-
-    def __init__(self, activity: Activity, name: str) -> None:
-        self._activity = activity
-        self._name = name
+    activity: Activity
+    name: str
 
     @untraced
     def __enter__(self) -> None:
-        self._activity.begin(self._name)
+        self.activity.begin(self.name)
 
     @untraced
     def __exit__(self, *_: object) -> None:
-        self._activity.end(self._name)
+        self.activity.end(self.name)
 
 
 @dataclass(frozen=True, slots=True)

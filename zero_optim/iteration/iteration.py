@@ -69,7 +69,8 @@ class Iteration:
         work = partial(core.owned.step, core.groups, shared, None, **kwargs)
         some = partial(core.owned.step, core.groups, None, **kwargs) if core.inputs.held else None
         result = self._change("step()", work, None if shared is None else shared.finish, some)
-        self.joins.end_step()
+        if in_join:
+            self.joins.end_step()
         return result
 
     def _change(

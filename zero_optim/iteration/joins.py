@@ -90,8 +90,7 @@ class Joins(Joinable):
 
     def end_step(self) -> None:
         """Wait for lazy gathers: ``Join`` ends with DDP's broadcast, which reads all parameters."""
-        if self.under_way:
-            self._core.engine.under_way.wait()
+        self._core.engine.under_way.wait()
 
     def lend(
         self,

@@ -260,7 +260,8 @@ class Overlap:
             finally:
                 self._loop_calls_step = True
                 self.current = None
-        self._joins.end_step()
+        if self._joins.under_way:
+            self._joins.end_step()
 
     def _step_rest(self, late: str, *, joined: bool) -> None:
         core, in_join, current = self.core, self._joins.under_way, self.current

@@ -60,11 +60,11 @@ def _kind_of(value: object) -> str:
 
 def changeable(options: Mapping[str, object]) -> dict[str, Plain]:
     """Return options that can change in place (tensors, lists) as plain values."""
-    return {
-        name: plain(value)
-        for name, value in options.items()
-        if type(value) not in _STABLE and name not in PARAM_KEYS and not _is_stable(value)
-    }
+    found = {}
+    for name, value in options.items():
+        if type(value) not in _STABLE and name not in PARAM_KEYS and not _is_stable(value):
+            found[name] = plain(value)
+    return found
 
 
 def are_close(one: Plain, other: Plain) -> bool:
@@ -112,12 +112,13 @@ class OptionValues:
 
     def follow(self, groups: Sequence[ParamGroup], left_out: Collection[OptionKey]) -> None:
         """Store all groups' options; the digest ignores ``left_out`` ones."""
-        is_known = self._left_out == left_out and len(groups) == len(self._options) != 0
-        if is_known and all(  # the keys and the very values that were seen last
-            group.keys() == former.keys() and all(map(is_, group.values(), map(former.__getitem__, group)))
-            for group, former in zip(groups, self._options, strict=True)
-        ):
-            return
+        if self._left_out == left_out and len(groups) == len(self._options) != 0:
+            for group, former in zip(groups, self._options, strict=True):
+                values = map(former.__getitem__, group)
+                if group.keys() != former.keys() or not all(map(is_, group.values(), values)):
+                    break
+            else:  # the keys and the very values that were seen last
+                return
         before = self._groups
         if len(groups) != len(before) or self._left_out != left_out:
             before, self._left_out = [{} for _ in groups], frozenset(left_out)

@@ -22,7 +22,7 @@ Note [Failures in a step]
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -45,16 +45,15 @@ from zero_optim.shard.gathers import start_gather
 from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.task import Task
 
-# The flat tensors of the gathers that a call waits for take at most the memory of this many largest buckets.
-NUM_FLAT_TENSORS = 4
+NUM_FLAT_TENSORS = 4  # of gathers that a call waits for, at most
 
 
 class Gathering(Task):
-    """The gather of all buckets, without a header. Subclasses step, and send one."""
+    """The gather of all buckets, without a header."""
 
     def __init__(self, engine: "Engine") -> None:
         self._group = engine.group.during("gather")
-        self.span = self._group.phase if engine.is_on_cpu else nullcontext()
+        self.span = engine.span
 
     def step(self, buckets: Sequence[Bucket]) -> None:
         """Note that all rows changed."""
@@ -147,6 +146,11 @@ class Engine:
             bucket.run_by(lazy if read.issuperset(bucket.params) else self._recipe)
 
     @property
+    def span(self) -> AbstractContextManager[object]:
+        """What measures gathers, and waits for them: those of the CPU."""
+        return self.group.during("gather").phase if self.is_on_cpu else nullcontext()
+
+    @property
     def row_buckets(self) -> list[RowBucket]:
         """List the buckets that are freed between steps."""
         return [bucket for bucket in self.buckets if isinstance(bucket, RowBucket)]
@@ -182,7 +186,9 @@ class Engine:
     def take_over(self) -> None:
         """Take over the user's changes; RuntimeError, after all others, if a parameter no longer fits."""
         failure: Exception | None = None
-        written = [place for bucket in self.buckets for place in bucket.written()]
+        written = list[tuple[int, int]]()
+        for bucket in self.buckets:
+            written += bucket.written()
         for bucket in self.buckets if written else ():
             copy_out(bucket.params, written)
         for bucket in self.buckets:  # all of them, then it raises
@@ -242,24 +248,19 @@ class Engine:
     def _gather(self, moment: Moment, buckets: Sequence[Bucket], task: Task) -> None:
         """Start gathers; of those that this moment waits for, as many at once as memory allows."""
         with task.span:
-            chosen = task.to_gather(buckets)
-            for bucket in chosen:
-                begin = partial(task.gather, bucket)
-                if bucket.gathers is not None:
-                    bucket.gathers.start(begin)
+            for bucket in task.to_gather(buckets):
+                if bucket.keeps_gather:
+                    bucket.keep(task.gather(bucket))
                 elif Operation.WAIT in bucket.schedule.moments[moment]:
-                    if task.awaited is None:
-                        most = max(each.nbytes_to_gather for each in chosen)
-                        task.awaited = Flow(NUM_FLAT_TENSORS * most)
-                    task.awaited.start(begin, bucket.nbytes_to_gather)
+                    task.start_awaited(bucket, NUM_FLAT_TENSORS)
                 else:
-                    self.under_way.start(begin, keys=(bucket,))
+                    self.under_way.start(partial(task.gather, bucket), keys=(bucket,))
 
     @eager
     def _wait(self, _: Moment, buckets: Sequence[Bucket], task: Task) -> None:
         with task.span:
-            if task.awaited is not None:
-                task.awaited.wait()
+            while task.awaited:
+                task.awaited.popleft().wait()
             if self.under_way:
                 self.under_way.wait_for(buckets)
             for bucket in buckets:
@@ -290,6 +291,8 @@ class Engine:
     @eager
     def agree_on_active(self, groups: Sequence[ParamGroup]) -> list[bool]:
         """Return `active`; communicates if it changed. RankMismatchError, on every rank, if it differs."""
+        if all(self._active):
+            return self._active
         active = self.active()
         if active != self._active:
             states = ["trainable" if param.requires_grad else "frozen" for param in params_of(groups)]

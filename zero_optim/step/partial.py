@@ -240,7 +240,7 @@ def owned(grad: Tensor, agree: Agree | None) -> Tensor:
 
 def make_plain(params: Iterable[Tensor]) -> None:
     """Turn each `OwnedGradient` into an ordinary tensor, in place."""
-    for param in params if OwnedGradient.has_any else ():
+    for param in params:
         grad: Any = param.grad
         if type(grad) is OwnedGradient:
             grad.__class__ = Tensor  # type: ignore[assignment] # mypy sees the class that it had
