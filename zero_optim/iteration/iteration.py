@@ -21,7 +21,7 @@ from zero_optim.plan.pieces import Pieces
 from zero_optim.state import rebinding
 from zero_optim.state.core import Core
 from zero_optim.step.amp import Scaling, drop_scale
-from zero_optim.step.clip import ClipArguments, NormSlots, clip_together
+from zero_optim.step.clip import ClipArguments, NormSlots, clip_alone, clip_together
 from zero_optim.step.join import Status, exchange, ranks_that
 from zero_optim.step.owned import Gradients
 
@@ -43,7 +43,7 @@ class Iteration:
         self, optimizer: Optimizer, closure: Callable[[], float] | None, kwargs: dict[str, Any]
     ) -> float | None:
         """Prepare, step what this rank owns, and gather, as `ZeroRedundancyOptimizer.step`."""
-        core, in_join = self._core, self.joins.announce(steps=True)
+        core, in_join = self._core, self.joins.announce()
         core.snapshot.count_step()
         if not in_join:  # where ranks take other numbers of steps
             core.ranks.works.note_failure("")
@@ -237,14 +237,13 @@ class Iteration:
                     "clip_grad_norm_(), or zero_step (overlap_with_ddp)"
                 )
             core.check_gradients()
-        except (RuntimeError, ValueError) as failure:
-            if self.joins.announce(steps=False):
+            if self.joins.under_way:  # where gradients are whole
+                return clip_alone(core.group, core.params, arguments)
+        except (RuntimeError, ValueError, TypeError) as failure:
+            if self.joins.under_way and self.joins.announce():
                 exchange(core.group, Status.NOTHING, failure=failure)
             raise
         with core.group.doing("clip_grad_norm_()"):
-            if self.joins.announce(steps=False):
-                group = core.group.during("clip")
-                self.joins.lend(group, exchange(group, Status.CLIPS), arguments.to_send())
             params, pieces = core.params, core.piece_list()
             if held := core.inputs.held:  # in chunks of the dimension that is cut
                 pairs = zip(params, pieces, strict=True)
@@ -274,11 +273,6 @@ class Iteration:
                 self.overlap().finish("", joined=True)
                 return
             with group.doing(STEP_OF_JOIN):
-                statuses = exchange(group, Status.JOINED)
-            while ranks_that(statuses, Status.CLIPS):
-                arguments = self.joins.lend(group.during("clip"), statuses)
-                slots = self._slots_of(self._core.piece_list())
-                clip_together(group, self._core.params, slots, ClipArguments.received(arguments))
                 statuses = exchange(group, Status.JOINED)
             if ranks_that(statuses, Status.INFINITE):
                 return
