@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from overlap import Net, Setting, adamw, assert_same_params, inputs, plain_step
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.shard import gathers
 
 DELAY = 0.3  # seconds
 
@@ -99,6 +101,7 @@ class Chain(nn.Module):
 
 
 @on_ranks(2)
+@mock.patch.object(gathers, "LANES_FROM_NBYTES", 0)
 def test_a_module_waits_for_its_own_buckets_alone() -> None:
     """Every broadcast takes long: step() does not wait, and each layer waits for its own alone."""
     model = Chain()

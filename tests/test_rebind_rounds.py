@@ -21,6 +21,7 @@ from waiting import wait_until
 from worlds import enter, leave, world
 from zero_optim import LostStateError, StalledError, checkpoint
 from zero_optim.comm import lanes
+from zero_optim.shard import gathers
 
 ROUNDS = 20
 WARM = 3  # rounds after which nothing more may stay
@@ -80,7 +81,9 @@ def run_rounds(folder: Path, kind: str, width: int) -> None:
 @pytest.mark.slow
 @on_ranks(2)
 def test_twenty_groups_in_one_process_leave_nothing_behind(tmp_path: Path) -> None:
-    run_rounds(tmp_path, "overlap", 2048)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathers, "LANES_FROM_NBYTES", 1)
+        run_rounds(tmp_path, "overlap", 2048)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from stalling import (
 )
 from zero_optim import RankMismatchError, StalledError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.lanes import lanes_beside
+from zero_optim.comm.lanes import host_lanes_beside
 from zero_optim.comm.records import OVERLAPPED_STEP
 from zero_optim.compat.autograd import default_store
 from zero_optim.ddp import DistributedDataParallel
@@ -187,7 +187,7 @@ def step_while_a_survivor_waits_for_another() -> str:
     Nothing here has a timeout of its own.
     """
     optimizer, rank = sharded(with_gradients(linear()), timeout=None), dist.get_rank()
-    lanes = lanes_beside(RankGroup.of(None))
+    lanes = host_lanes_beside(RankGroup.of(None))
     optimizer.step()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)

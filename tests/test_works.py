@@ -18,7 +18,7 @@ from waiting import wait_until
 from worlds import enter, leave
 from zero_optim import StalledError, ZeroRedundancyOptimizer, share_host_memory
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.lanes import lanes_beside
+from zero_optim.comm.lanes import host_lanes_beside
 from zero_optim.comm.records import OVERLAPPED_STEP, Verdict
 from zero_optim.comm.works import Work
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
@@ -83,7 +83,7 @@ def test_who_lets_go_after_a_failure_is_waited_for_by_nobody_and_keeps_no_group(
     enter(tmp_path, "the group", rank, 2)
     share_host_memory(False)  # which needs one lane
     optimizer = ZeroRedundancyOptimizer(linear().parameters(), torch.optim.Adam)
-    lanes = lanes_beside(RankGroup.of(None)).groups
+    lanes = host_lanes_beside(RankGroup.of(None)).groups
     seen = [works.group for works in lanes[0].works.log.groups.values()]
     if rank == 1:
         lanes[0].works.cut()

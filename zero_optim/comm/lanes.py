@@ -14,7 +14,7 @@ Note [Lanes end with the default group]
 import gc
 import secrets
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -85,8 +85,17 @@ _POOLS: WeakKeyDictionary[dist.ProcessGroup, dict[object, _Pool]] = WeakKeyDicti
 
 def lanes_beside(group: RankGroup) -> Lease:
     """Take lanes for a group's data, one a rank up to `Transport.most_lanes`; as `lease`."""
-    backend = group.data_backend
-    shared = [group.shared_memory(device) is not None for device in group.data_devices]
+    return _lanes_for(group, group.data_devices, group.data_backend)
+
+
+def host_lanes_beside(group: RankGroup) -> Lease:
+    """Take lanes as `lanes_beside`, for CPU tensors alone."""
+    on_host = torch.device("cpu")
+    return _lanes_for(group, (on_host,), group.transport(on_host).name)
+
+
+def _lanes_for(group: RankGroup, devices: Sequence[torch.device], backend: str) -> Lease:
+    shared = [group.shared_memory(device) is not None for device in devices]
     most = 1 if shared and all(shared) else TRANSPORTS.get(backend, Transport).most_lanes
     return lease(group, min(group.size, most), backend)
 

@@ -9,7 +9,6 @@ from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import Moment, Operation
 from zero_optim.health.stamps import Call
 from zero_optim.shard.bucket import Bucket
-from zero_optim.shard.gathers import start_gather
 from zero_optim.shard.task import Task
 from zero_optim.state.core import Core
 from zero_optim.step.owned import Gradients
@@ -150,7 +149,7 @@ class StepTask(Task, Generic[T]):
         """Start the gather of a bucket, or send rows back to those who keep them."""
         if isinstance(bucket, HeldBucket):
             return bucket.start_to_holders(self.take_header())
-        return start_gather((self._core.ranks.during("gather"),), bucket, self.take_header())
+        return self._core.engine.start_gather(bucket, self.take_header())
 
     def clean_up(self, error: BaseException, buckets: Sequence[Bucket]) -> None:
         """Drop what came to owners."""

@@ -22,7 +22,7 @@ Note [Failures in a step]
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import agree
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.lanes import Lease, host_lanes_beside
 from zero_optim.compat.autograd import eager
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.errors import RemoteRankError
@@ -41,7 +42,7 @@ from zero_optim.health.stamp import Header
 from zero_optim.health.stamps import Call, Stamps
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.shard.bucket import Bucket, copy_out
-from zero_optim.shard.gathers import start_gather
+from zero_optim.shard.gathers import gains_by_lanes, may_use_lanes, start_gather
 from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.task import Task
 
@@ -52,8 +53,7 @@ class Gathering(Task):
     """The gather of all buckets, without a header."""
 
     def __init__(self, engine: "Engine") -> None:
-        self._group = engine.group.during("gather")
-        self.span = engine.span
+        self._engine, self.span = engine, engine.span
 
     def step(self, buckets: Sequence[Bucket]) -> None:
         """Note that all rows changed."""
@@ -62,7 +62,7 @@ class Gathering(Task):
 
     def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket."""
-        return start_gather((self._group,), bucket, self.take_header())
+        return self._engine.start_gather(bucket, self.take_header())
 
 
 class Engine:
@@ -78,12 +78,15 @@ class Engine:
         self._replicas: Callable[[BaseException], None] | None = None  # of a mesh
         self._recipe = ZERO1  # of buckets that every rank keeps whole
         self._readers: list[frozenset[Tensor]] = []  # parameters of models whose modules wait for gathers
+        self._lanes: Lease | None = None  # for owners, see Note [A lane an owner] in `gathers`
+        self._num_asked = 0  # buckets when it was asked whether they gain by them
         self._numbers: dict[Tensor, int] = {}  # of the bucket of each parameter
         self._active: list[bool] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle without models and replicas, which have the original."""
-        return {**vars(self), "_readers": [], "_recipe": ZERO1, "_replicas": None}
+        """Copy and pickle without models and replicas, which have the original; lanes are taken anew."""
+        anew = {"_lanes": None, "_num_asked": 0, "_recipe": ZERO1, "_replicas": None}
+        return {**vars(self), **anew, "_readers": []}
 
     # ------------------------------------------------------------------ process groups that come and go
 
@@ -92,14 +95,17 @@ class Engine:
         self.group = group
         self.stamps = None if group.size == 1 else Stamps(own_options)
         group.works.note_failure("")  # of an optimizer before this one
-        self.buckets, self._numbers, self._active = [], {}, []
+        self.buckets, self._numbers, self._active, self._num_asked = [], {}, [], 0
 
     def release(self, *, waits: bool) -> None:
-        """Wait for gathers or abandon them, then release the group; no error if a rank died."""
+        """Wait for gathers or abandon them, then release the groups; no error if a rank died."""
+        lanes, self._lanes = self._lanes, None
         try:
-            with suppress(RuntimeError):  # of the backend
-                if waits:
-                    self.under_way.wait()
+            if waits:
+                self.under_way.wait()
+        except RuntimeError:  # of the backend
+            if lanes is not None:
+                lanes.abandon()
         finally:
             self.under_way.abandon()
         self.group, self._replicas, self._recipe = self.group.release(), None, ZERO1
@@ -226,6 +232,8 @@ class Engine:
                         _RUN[operation](self, moment, chosen, task)
                     except BaseException as error:
                         task.clean_up(error, chosen)
+                        if self._lanes is not None:  # nobody else shall have them
+                            self._lanes.abandon()
                         raise
             task.end()
             if task.failure is not None:
@@ -276,6 +284,18 @@ class Engine:
         every = [bucket for bucket in self.buckets if bucket.schedule.parameters is not Placement.HELD]
         self.on(Moment.STEP, every, Gathering(self))
         self.under_way.wait()
+
+    def start_gather(self, bucket: Bucket, header: Header | None) -> Pending[None]:
+        """Start the gather of a bucket, on lanes where these are faster; the first one may take lanes."""
+        group = self.group.during("gather")
+        if self._lanes is None and self._num_asked != len(self.buckets):
+            self._num_asked = len(self.buckets)
+            if gains_by_lanes(group, self.buckets):
+                self._lanes = host_lanes_beside(group)
+        groups: Sequence[RankGroup] = (group,)
+        if self._lanes is not None and may_use_lanes(bucket, group):
+            groups = self._lanes.groups
+        return start_gather(groups, bucket, header)
 
     # ------------------------------------------------------------------ what ranks tell each other beside
 

@@ -2,6 +2,15 @@
 
 Here one is started; `zero_optim.shard.engine` decides when. Functions that take a group or lanes
 communicate; all ranks call them in the same order of buckets.
+
+Note [A lane an owner]
+    A gloo group runs operations in order, few at a time, so several owners' broadcasts are often half duplex.
+    With a lane (a group) for each owner, a 55 MB gather between two ranks takes 240 ms over 1 Gbit/s instead
+    of 390 to 440 (the wire alone: 233), and 0.8 to 0.9 of the time over loopback. Below 2 MiB lanes gain
+    nothing, and cost threads and file descriptors; the first larger gather of several owners creates them.
+    An overlapped step has its own, as its thread gathers in another order. Other backends have one
+    communicator a device: Note [Rows at once] in `zero_optim.comm.collectives`. Merged rows, gathers during
+    the step and a limit of the *number* of pending gathers gained nothing.
 """
 
 from collections.abc import Collection, Sequence
@@ -15,9 +24,13 @@ from zero_optim.comm.lanes import Lease
 from zero_optim.comm.sending import gather_heads, gather_slices, spread_rows
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.flow.pending import Pending, Waitable
+from zero_optim.flow.schedule import Placement
 from zero_optim.health.stamp import Header
 from zero_optim.health.unit_stamps import Purpose, UnitStamps
 from zero_optim.shard.bucket import Bucket
+
+# See Note [A lane an owner].
+LANES_FROM_NBYTES = 2**21
 
 
 def start_gather(
@@ -28,7 +41,8 @@ def start_gather(
     mark: int = 0,  # of a unit's gather, of which ranks may start different ones
 ) -> Pending[None]:
     """Start the gather of a bucket, owner r on lane r modulo their number. Until ``wait()`` nobody writes."""
-    flat, own, heads, works = bucket.fill(), bucket.own_row, None, list[Waitable]()
+    flat, heads, works = bucket.fill(), None, list[Waitable]()
+    own = None if bucket.slices is None else bucket.own_row
     used = [flat] if own is None else [flat, own]
     if header is not None:
         heads = header.written(lanes[0].size, lanes[0].rank, bucket.device)
@@ -60,6 +74,22 @@ def start_header(lane: RankGroup, header: Header, device: torch.device) -> Pendi
     return Pending(works, partial(header.read, heads[0]), heads)
 
 
+def gains_by_lanes(group: RankGroup, buckets: Sequence[Bucket]) -> bool:
+    """Whether lanes make a gather faster; the same on every rank."""
+    if group.size == 1:
+        return False
+    whole = (bucket for bucket in buckets if bucket.schedule.parameters is Placement.WHOLE)
+    sent = [bucket for bucket in whole if may_use_lanes(bucket, group)]
+    if sum(bucket.nbytes for bucket in sent) < LANES_FROM_NBYTES:
+        return False
+    return len({row.owner for bucket in sent for row in bucket.layout.rows}) > 1
+
+
+def may_use_lanes(bucket: Bucket, group: RankGroup) -> bool:
+    """Whether a bucket's rows may go on lanes of their own."""
+    return group.transport(bucket.device).lets_threads and group.shared_memory(bucket.device) is None
+
+
 class UnitGathers:
     """Starts the gathers of units, among all ranks of an optimizer; ``lease``: of lanes for gathers alone."""
 
@@ -73,7 +103,7 @@ class UnitGathers:
         mark, header = self.stamps.begin(bucket.params[0], purpose, tells=tells)
         if self.group.size == 1:
             return start_gather(self._lanes, bucket)
-        if is_asynchronous(bucket.device) and self.group.shared_memory(bucket.device) is None:
+        if self.group.shared_memory(bucket.device) is None and is_asynchronous(bucket.device):
             header = header._replace(row=self.stamps.row(mark, bucket.device))
         return start_gather(self._lanes, bucket, header, mark=mark)  # Note [Marks of units] in `unit_stamps`
 
