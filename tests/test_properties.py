@@ -80,25 +80,22 @@ def test_a_layout_gives_every_element_one_aligned_place_in_its_owners_row(
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 200)), max_size=30),
     st.lists(st.integers(1, 400), min_size=1, max_size=3),
-    st.booleans(),
     st.randoms(use_true_random=False),
 )
 def test_buckets_hold_every_parameter_once_in_the_order_asked_for(
-    params: list[tuple[str, int]], caps: list[int], overflow: bool, rng: Any
+    params: list[tuple[str, int]], caps: list[int], rng: Any
 ) -> None:
     keys, nbytes = [key for key, _ in params], [size for _, size in params]
     order = list(range(len(params)))
     rng.shuffle(order)
-    buckets = assign_buckets(keys, nbytes, caps, order, overflow=overflow)
+    buckets = assign_buckets(keys, nbytes, caps, order)
     assert all(buckets)
     for key in set(keys):
         of_key = [bucket for bucket in buckets if keys[bucket[0]] == key]
         assert [index for bucket in of_key for index in bucket] == [i for i in order if keys[i] == key]
         for number, bucket in enumerate(of_key):
             cap = caps[min(number, len(caps) - 1)]
-            counted = bucket[:-1] if overflow else bucket
-            size = sum(nbytes[index] for index in counted)
-            assert len(bucket) == 1 or (size < cap if overflow else size <= cap)
+            assert len(bucket) == 1 or sum(nbytes[index] for index in bucket[:-1]) < cap
     if min(caps) > sum(nbytes):
         assert len(buckets) == len(set(keys))
 

@@ -112,9 +112,7 @@ def assign(
     may_be_unused = options.find_unused_parameters and not options.static_graph
     if order is None and not (options.limits_first_buckets or may_be_unused):
         caps = (sys.maxsize,)
-    index_lists = assign_buckets(
-        keys, nbytes, caps, range(len(keys)) if order is None else order, overflow=True
-    )
+    index_lists = assign_buckets(keys, nbytes, caps, range(len(keys)) if order is None else order)
     if order is None:
         index_lists.sort(key=min, reverse=True)
     make = partial(ReducerBucket, reduced=reduced, options=options)
