@@ -197,7 +197,8 @@ class RankGroup:
         """
         if self.is_released:
             raise RuntimeError(RELEASED)
-        self.works.check()
+        if self.works.verdict is not None:
+            raise self.works.verdict.error()
         if device is None:
             return Work(self.works, self.phase, about, runs_hook=runs_hook)
         transport = self.transport(device)

@@ -68,7 +68,7 @@ class GroupWorks:
         self.apart = 0
         self.outstanding: Work | None = None
         self.pending = set["Work"]()
-        self._drops_from = _FEW
+        self.drops_from = _FEW
         self.group = weakref.ref(process_group, self._let_go)
         self.memory: OneHost | SeveralHosts | None = None  # that the ranks share
         self.why_no_memory: str | None = None
@@ -89,7 +89,6 @@ class GroupWorks:
         memory, self.memory = self.memory, None
         if memory is not None:
             memory.release()
-            self._drops_from = 0
             self.drop_ended()  # calls through it keep it
 
     @property
@@ -110,17 +109,16 @@ class GroupWorks:
     @untraced
     def note_failure(self, failure: str) -> None:
         """Record what the last step raised; an empty text if nothing, or if the ranks will hear of it."""
-        if self.failure != failure:
-            self.log.failures[self.whole] = failure
+        whole = self.log.wholes.get(self.ranks, self.ranks)
+        if self.log.failures.get(whole, "") != failure:
+            self.log.failures[whole] = failure
 
     def drop_ended(self) -> None:
-        """Drop works that have ended, which nobody may ever wait for; looks when their number has doubled."""
-        if len(self.pending) < self._drops_from:
-            return
+        """Drop works that have ended, which nobody may ever wait for, when their number has doubled."""
         for work in list(self.pending) if self.verdict is None and not self.has_failed else ():
             if work.waiting_since is None and work.handles and work.is_completed():
                 self.pending.discard(work)
-        self._drops_from = max(_FEW, 2 * len(self.pending))
+        self.drops_from = max(_FEW, 2 * len(self.pending))
 
     def cut(self) -> None:
         """Break the group's connections, on any thread: Note [Waits that end]."""

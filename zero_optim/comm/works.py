@@ -84,7 +84,7 @@ class Work:
     def __enter__(self) -> "Work":
         self.waiting_since = time.monotonic()
         self._ends = bool(self.handles)
-        if not self._ends:
+        if not self._ends and len(self.group.pending) >= self.group.drops_from:
             self.group.drop_ended()
         self.group.pending.add(self)
         if is_profiling():

@@ -123,7 +123,9 @@ class Iteration:
                 failure = error
         if scaling is None and failure is None and not in_join:
             return True
-        status, found_inf = (Status.NOTHING, None) if scaling is None else (scaling.status, scaling.found_inf)
+        status, found_inf = Status.NOTHING, None if scaling is None else scaling.found_inf
+        if scaling is not None and scaling.scaler is None:
+            status = Status.DEAF
         statuses = exchange(core.group, status, found_inf=found_inf, failure=failure)
         if scaling is not None:
             if scaling.back_off_together(optimizer, statuses, core.group.rank):

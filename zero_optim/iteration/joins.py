@@ -80,7 +80,7 @@ class Joins(Joinable):
     def announce(self) -> bool:
         """Report to ``Join`` that this rank is active in this iteration; return whether there is one."""
         Join.notify_join_context(self)
-        return self.under_way
+        return bool(self._join_config.enable)
 
     def end_step(self) -> None:
         """Wait for lazy gathers: ``Join`` ends with DDP's broadcast, which reads all parameters."""

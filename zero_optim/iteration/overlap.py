@@ -6,8 +6,8 @@ thread of the backward pass, in the next bucket's hook: Note [A thread or none] 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -139,7 +139,7 @@ class Overlap:
         core.group.phase.traffic.count_step()
         lane, has_begun = self.lanes.groups[0], False
 
-        def end(failure: BaseException | None) -> None:
+        def end(_: object, failure: BaseException | None, __: object) -> None:
             if lends:
                 self._joins.exchange_and_lend(lane, [], joined=joined)
             if has_begun:  # else gathers may be under way to parameters that this pass has read
@@ -151,7 +151,8 @@ class Overlap:
                 except (RemoteRankError, RankMismatchError) as error:
                     self.current.earlier = error  # raised when this pass has ended, for which others wait
 
-        with finally_call(end):
+        with ExitStack() as at_end:
+            at_end.push(end)  # with an error too: the other ranks wait for it
             self._begin(joined=joined, lends=lends)
             has_begun = True
             core.prepare()
@@ -251,10 +252,11 @@ class Overlap:
         self.wait_for_steps()  # on a rank that joined no backward pass has ended and done so
         lane = self.lanes.groups[0].during("agree")
 
-        def end(failure: BaseException | None) -> None:
+        def end(_: object, failure: BaseException | None, __: object) -> None:
             engine.compare_calls(lane, self.core.call("step()", failure), with_last=True)
 
-        with finally_call(end):
+        with ExitStack() as at_end:
+            at_end.push(end)  # with an error too: the other ranks wait for it
             try:
                 self._step_rest(late, joined=joined)
             finally:
@@ -334,14 +336,3 @@ class PartTask(Task):
         """Raise what failed on other ranks, where all has come."""
         if self._checks and self.failure is None:
             self._core.engine.raise_failures()
-
-
-@contextmanager
-def finally_call(end: Callable[[BaseException | None], object]) -> Iterator[None]:
-    """Call ``end`` with the body's error or None: the other ranks wait for it."""
-    try:
-        yield
-    except BaseException as error:
-        end(error)
-        raise
-    end(None)

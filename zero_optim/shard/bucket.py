@@ -64,8 +64,6 @@ class InFlat:
     def take_in_moved(self) -> list[int]:
         """Move parameters with replaced ``data`` back in; list those that do not fit."""
         moved = self.moved()
-        if not moved:  # as in most steps
-            return moved
         copy_out(self._params, self.places(moved))
         fits = [self._forms[index].fits(self._params[index]) for index in moved]
         for index in itertools.compress(moved, fits):
@@ -190,7 +188,8 @@ class Bucket:
     def fill(self) -> Tensor:
         """Return the flat tensor with this rank's current row; raises nothing, as other ranks wait."""
         if self._in_flat is not None:
-            self._in_flat.take_in_moved()
+            if self._in_flat.moved():
+                self._in_flat.take_in_moved()
             return self._in_flat.flat
         flat = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
         self._copy(flat, self.own, into_params=False)

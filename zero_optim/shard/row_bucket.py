@@ -115,7 +115,8 @@ class RowBucket(Uncopied, Bucket):
     @property
     def needs_gather(self) -> bool:
         """Whether it is not whole, and no gather is under way."""
-        return not self.is_whole and not self.comes
+        gather = self._gather
+        return not self.is_whole and (gather is None or not gather.is_unclaimed)
 
     @property
     def comes(self) -> bool:

@@ -85,7 +85,8 @@ class OwnedState:
             make_plain(self.leaves.owned if own is None else own)
         with self.leaves.in_use(own) if self.leaves.separate or own is not None else nullcontext():
             result = work()
-        self.average.update(gradients)  # also of parameters without a gradient
+        if self.average.averages:
+            self.average.update(gradients)  # also of parameters without a gradient
         return result
 
     def step(
