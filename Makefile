@@ -50,7 +50,7 @@ exhaustive: $(STAMP)  ## run every case of what test-all shows for some: kills, 
 	$(PYTEST) -m exhaustive $(ARGS)
 
 # What `make sockets` runs, minutes: bits, recipes and faults, where ranks of one host do not share memory.
-SOCKETS := $(foreach name,parity clip costs metrics ddp_bits ddp_join hooks_rows hooks_to_owners lazy_gather overlap_hooks overlap_inline overlap_training overlap_uneven row_sum sharded_training fully_sharded fully_sharded_state mesh mesh_checkpoints join stalled,tests/test_$(name).py)
+SOCKETS := $(foreach name,parity clip costs metrics ddp_bits ddp_join lazy_gather overlap_hooks overlap_inline overlap_training overlap_uneven row_sum sharded_training fully_sharded fully_sharded_state mesh mesh_checkpoints join stalled,tests/test_$(name).py)
 
 sockets: $(STAMP)  ## run what sends tensors on ranks that do not share their host's memory, as ranks of several hosts
 	$(PYTEST) -m "not slow and not exhaustive" --sockets $(SOCKETS) $(ARGS)

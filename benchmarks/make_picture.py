@@ -22,7 +22,6 @@ PANELS = [  # title, records, ranks, on how many a host, rate of the link, what 
 NAMES = {
     ZERO: "PyTorch's DDP + ZeRO",
     "ours, no overlap": "plain use",
-    "ours, zero_step to owners": "zero_step to owners",
     "ours, gradients sharded, lazy": "gradients sharded",
     FSDP2: "FSDP2",
     "ours, resharded": "parameters sharded",

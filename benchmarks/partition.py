@@ -56,7 +56,7 @@ def time_parts(
     (owners,) = assign_owners([numels], num_ranks)
     owned = clock()
     buckets = assign_buckets(
-        [0] * len(numels), [n * ELEMENT_NBYTES for n in numels], CAP_NBYTES, overflow=True
+        [0] * len(numels), [n * ELEMENT_NBYTES for n in numels], CAP_NBYTES, range(len(numels))[::-1]
     )
     bucketed = clock()
     for bucket in buckets:
@@ -87,7 +87,7 @@ def time_even(numels: Sequence[int], num_ranks: int) -> dict[str, float]:
     """Time a plan that is even in every bucket, from plain numbers, in CPU seconds. All may be cut."""
     start = time.process_time()
     buckets = assign_buckets(
-        [0] * len(numels), [n * ELEMENT_NBYTES for n in numels], CAP_NBYTES, overflow=True
+        [0] * len(numels), [n * ELEMENT_NBYTES for n in numels], CAP_NBYTES, range(len(numels))[::-1]
     )
     bucketed = time.process_time()
     steps = [ALIGNMENT] * len(numels)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,7 +74,7 @@ def pytorch(name: str, *, clips: bool = False) -> Contender:
 def ours(
     name: str,
     *,
-    overlap: Literal["", "everywhere", "owners"] = "",
+    overlap: bool = False,
     lazy: bool = False,
     clips: bool = False,
     wrapper: type = DistributedDataParallel,
@@ -85,7 +85,7 @@ def ours(
     cap: dict[str, Any] = {"bucket_cap_mb": SMALL_BUCKETS_MB} if lazy and not overlap else {}
     optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, **cap, **OPTIONS)
     if overlap:
-        model.register_comm_hook(None, zero_step(optimizer, gradients=overlap, ddp=model))
+        model.register_comm_hook(None, zero_step(optimizer, ddp=model))
     return finished(work, model, optimizer, lazy=lazy, clips=clips)
 
 
@@ -162,19 +162,16 @@ RECIPES: dict[str, Callable[[str], Contender]] = {
     "ours, no overlap": ours,
     "ours, no overlap, clipping": lambda name: ours(name, clips=True),
     "ours, no overlap, lazy": lambda name: ours(name, lazy=True),
-    "ours, zero_step to owners": lambda name: ours(name, overlap="owners"),
-    "ours, zero_step to owners, lazy": lambda name: ours(name, overlap="owners", lazy=True),
+    "ours, zero_step": lambda name: ours(name, overlap=True),
     f"{SHARDED}, lazy": lambda name: sharded(name, lazy=True),
     f"{SHARDED}, lazy, clipping": lambda name: sharded(name, lazy=True, clips=True),
 }
 MORE: dict[str, Callable[[str], Contender]] = {
     "ours, no overlap, lazy, clipping": lambda name: ours(name, lazy=True, clips=True),
-    "ours, zero_step": lambda name: ours(name, overlap="everywhere"),
-    "ours, zero_step, lazy": lambda name: ours(name, overlap="everywhere", lazy=True),
+    "ours, zero_step, lazy": lambda name: ours(name, overlap=True, lazy=True),
     SHARDED: sharded,
     f"{SHARDED}, clipping": lambda name: sharded(name, clips=True),
-    "torch DDP + zero_step": lambda name: ours(name, overlap="everywhere", wrapper=TorchDdp),
-    "torch DDP + zero_step to owners": lambda name: ours(name, overlap="owners", wrapper=TorchDdp),
+    "torch DDP + zero_step": lambda name: ours(name, overlap=True, wrapper=TorchDdp),
 }
 
 

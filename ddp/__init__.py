@@ -14,9 +14,7 @@ from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.full.precision import PrecisionPolicy
 from zero_optim.ddp.full.sharded_state import full_state_dict, unsharded
 from zero_optim.ddp.fully_sharded import FullyShardedDataParallel, fully_shard, fully_sharded
-from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.gradient_bucket import GradBucket
-from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.sharded import ShardedDataParallel
 
 __all__ = [
@@ -25,8 +23,6 @@ __all__ = [
     "GradBucket",
     "PrecisionPolicy",
     "ReduceScatterBucketer",
-    "Reducer",
-    "ReducerOptions",
     "ShardedDataParallel",
     "full_state_dict",
     "fully_shard",

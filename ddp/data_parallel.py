@@ -22,7 +22,7 @@ from zero_optim.compat import private
 from zero_optim.compat.autograd import eager
 from zero_optim.ddp.owners.sharded_module import ReducedModule
 from zero_optim.ddp.reducer.assignment import ReducerOptions
-from zero_optim.ddp.reducer.inbox import weakly
+from zero_optim.ddp.reducer.inbox import Ties, weakly
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.reducer.reduction import Hook
 from zero_optim.ddp.reducer_adapters import TorchLoggerAdapter, TorchReducerAdapter, logging_data
@@ -30,6 +30,7 @@ from zero_optim.ddp.wrapper_checks import KNOWN, agree_on_model
 from zero_optim.health.watchdog import unwatch, watch
 from zero_optim.iteration.joins import refuse_no_sync
 from zero_optim.plan.description import describe_hook
+from zero_optim.shard.engine import Engine
 from zero_optim.step.unreduced import FrozenParams
 
 _SIGNATURE = inspect.signature(TorchDistributedDataParallel.__init__)
@@ -59,8 +60,7 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
     - Several forward passes, each backpropagated on its own, are all reduced.
     - Models that differ between ranks are refused with the name of the first parameter that does.
     - Unused parameters are found without wrapping, or copying, the outputs.
-    - ``torch.distributed.autograd`` is refused: forward raises in its context; its ``backward`` raises, with
-      the reason in a warning.
+    - ``torch.distributed.autograd`` is refused: forward raises in its context.
 
     As in PyTorch, a forward pass writes the first rank's buffers into those of the others. Where they differ,
     a second forward pass before the backward pass overwrites what the first has saved of them.
@@ -142,7 +142,6 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
             on_stall=self._on_stall,
         )
         reducer = self._make_reducer(pairs, options, sparse)
-        reducer.look_into(self.module)
         self.reducer: Any = TorchReducerAdapter(reducer)
         self.logger: Any = TorchLoggerAdapter()
         for hook, state in self.__dict__.get("_comm_hooks", ()):  # when a copy is made whole
@@ -155,8 +154,8 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
     ) -> Reducer:
-        wanted = weakly(self._wants)
-        return Reducer(pairs, self.process_group, options, sparse=sparse, wanted=wanted, checks=False)
+        ties = Ties(Engine(), weakly(self._wants), self.module)
+        return Reducer(pairs, self.process_group, options, ties, sparse)
 
     def _wants(self, was_expected: bool) -> bool:
         if was_expected and not self.require_backward_grad_sync and self._join_config.enable:
@@ -172,7 +171,7 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
         return own
 
     def _caps(self) -> tuple[int, ...]:
-        caps = tuple(getattr(self, "bucket_bytes_cap_list", ()))
+        caps = tuple(max(1, cap) for cap in getattr(self, "bucket_bytes_cap_list", ()))
         if caps:
             return caps
         cap = max(1, self.bucket_bytes_cap)
@@ -208,8 +207,7 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
     @eager
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         """Broadcast the buffers as our work, so that errors name missing ranks."""
-        runs_hook = hasattr(self, "buffer_hook")  # one of the user's, for buffers
-        with self.reducer.own.group.during("buffers").begin_work(runs_hook=runs_hook):
+        with self.reducer.own.group.during("buffers").begin_work():
             super()._sync_module_buffers(authoritative_rank)  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------ hooks and refusals
@@ -217,8 +215,7 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let a hook reduce the buckets instead of all-reduce; any hook of PyTorch's DDP runs here.
 
-        All ranks register the same, once, before the first backward pass; communicates. A hook that reduces
-        to owners brings its own buckets.
+        All ranks register the same, once, before the first backward pass; communicates.
 
         Raises:
             RankMismatchError: on every rank, if hooks have other code, or states other options.

@@ -64,7 +64,7 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
         accumulate: as in `ShardedDataParallel`, as are the other options.
         process_group: that of the optimizer; if it comes later, None for the default group.
         mesh: as in `ShardedDataParallel`; units are gathered inside each replica.
-        mixed_precision: a `PrecisionPolicy`, or one of PyTorch's for its own wrappers. Then ``param.dtype``
+        mixed_precision: a `PrecisionPolicy`, or a ``MixedPrecisionPolicy`` of FSDP2. Then ``param.dtype``
             is the dtype to compute with; owners keep and step the parameters in their own.
         device: for parameters and buffers on the meta device; None for the default one.
         init: called under ``torch.no_grad()`` with each module that has some there, children first, to set

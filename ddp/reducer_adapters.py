@@ -5,7 +5,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from zero_optim.compat.autograd import eager
 from zero_optim.compat.streams import HostCopy, is_asynchronous
@@ -14,11 +13,11 @@ from zero_optim.ddp.reducer.reducer import Reducer
 # PyTorch's names of methods that ours have under another name.
 _OWN_NAMES = {
     "_check_reducer_finalized": "check_finished",
-    "_install_post_backward_futures": "wait_for",
     "_remove_autograd_hooks": "close",
     "_reset_state": "reset",
     "_set_static_graph": "set_static_graph",
     "_update_process_group": "use_group",
+    "prepare_for_backward": "prepare",  # though the last forward pass was under ``no_sync``
 }
 
 
@@ -42,11 +41,6 @@ class TorchReducerAdapter:
         """Begin an iteration."""
         self.num_forwards += 1
         self.own.begin_forward()
-
-    def prepare_for_backward(self, outputs: list[Tensor]) -> None:
-        """Expect a backward pass, though the last forward pass was under ``no_sync``."""
-        self.own.expect(True)
-        self.own.prepare(outputs)
 
     @eager
     def _rebuild_buckets(self) -> bool:
@@ -83,14 +77,10 @@ class TorchReducerAdapter:
             "DistributedDataParallel"
         )
 
-    def _push_all_rebuilt_params(self) -> None:
-        """Do nothing: the order is agreed when buckets are rebuilt."""
+    def _ignore(self, *_: object) -> None:
+        """Do nothing: the order is agreed when buckets are rebuilt, and no statistics are sampled."""
 
-    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
-        if not isinstance(rate, int):
-            raise TypeError(f"expected the sample rate to be a whole number, got {rate!r}")
-        if rate < 1:
-            raise ValueError(f"expected a sample rate of at least 1, got {rate}")
+    _push_all_rebuilt_params = _set_ddp_runtime_logging_sample_rate = _ignore
 
 
 class TorchLoggerAdapter:

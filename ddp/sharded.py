@@ -13,7 +13,7 @@ from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.owners.sharded_module import Accumulate, ShardedModule
 from zero_optim.ddp.reducer.assignment import ReducerOptions
-from zero_optim.ddp.reducer.inbox import weakly
+from zero_optim.ddp.reducer.inbox import Ties, weakly
 from zero_optim.ddp.wrapper_checks import REFUSED, check_optimizer, check_wrapping
 from zero_optim.iteration.joins import NO_JOIN
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
@@ -103,8 +103,8 @@ class ShardedDataParallel(ShardedModule, DistributedDataParallel):
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
     ) -> OwnerReducer:
-        wanted = weakly(self._wants)
-        return OwnerReducer(pairs, self._optimizer, options, sparse=sparse, wanted=wanted, mesh=self._mesh)
+        ties = Ties(self._optimizer.core.engine, weakly(self._wants), self.module)
+        return OwnerReducer(pairs, self._optimizer, options, ties, sparse=sparse, mesh=self._mesh)
 
     def detach(self) -> None:
         """Drop the process group, as in `DistributedDataParallel`, and gradients: owners may change."""

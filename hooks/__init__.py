@@ -1,8 +1,7 @@
 """Communication hooks, which reduce a bucket of gradients during the backward pass.
 
-`zero_step` also steps the sharded optimizer; `reduce_to_owners` sends each gradient to its owner alone. Hooks
-have PyTorch's signature, so ours and PyTorch's run on both ``DistributedDataParallel``. Import the package as
-``zero_optim.hooks``.
+`zero_step` also steps the sharded optimizer. Hooks have PyTorch's signature, so ours and PyTorch's run on
+both ``DistributedDataParallel``. Import the package as ``zero_optim.hooks``.
 """
 
 # A checkout also offers this folder as a package `hooks`. Imported twice, every class would exist twice, and
@@ -10,13 +9,11 @@ have PyTorch's signature, so ours and PyTorch's run on both ``DistributedDataPar
 if __name__ != "zero_optim.hooks":
     raise ImportError(f"import this package as 'zero_optim.hooks', not as {__name__!r}", name=__name__)
 
-from zero_optim.hooks.owners import reduce_to_owners
 from zero_optim.hooks.stepper import hook_with_zero_step, hook_with_zero_step_interleaved, zero_step
 
 __all__ = [
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
-    "reduce_to_owners",
     "zero_step",
 ]
 

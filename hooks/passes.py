@@ -27,7 +27,7 @@ Note [Streams of a step]
     ==========================  =====  ================  ==================================================
     tensor                      made   used              ordered or kept by
     ==========================  =====  ================  ==================================================
-    bucket, owners' parcels     B      N, S              S waits for the reduction; `record_use` on S
+    bucket                      B      N, S              S waits for the reduction; `record_use` on S
     reduced by a hook           B, N   S, C (DDP)        likewise; ``done`` is set on S, and DDP waits for it
     parameters, read            C      B, S              S waits in each hook for what B was given before
     parameters, written         S, N   C (next forward)  C waits for S when backward ends, and for the gather
@@ -47,15 +47,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_optim.comm.lanes import Lease
-from zero_optim.comm.works import Work
 from zero_optim.compat import private
 from zero_optim.compat.streams import record_use, to_device
-from zero_optim.flow.pending import Pending
-from zero_optim.hooks.grad_bucket import TensorFuture, gradients_in
-from zero_optim.hooks.owners import OwnerReduction
+from zero_optim.flow.pending import Pending, Waitable
 from zero_optim.iteration.overlap import Overlap
 from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.plan.strides import consecutive_views
 
 Gradients = dict[Tensor, Tensor | None]
 
@@ -65,7 +62,6 @@ class SteppedPass:
     """One backward pass that steps, from its first bucket to its end."""
 
     overlap: Overlap
-    leases: Sequence[Lease]
     joined: bool  # this rank's inputs ended, or it broke off before its first bucket
     has_begun: bool = False
     is_complete: bool = False
@@ -97,11 +93,6 @@ class SteppedPass:
         """Store an exception, if it is the first."""
         self.error = self.error or error
 
-    def abandon(self) -> None:
-        """Give up the lanes on which something failed."""
-        for lease in self.leases:
-            lease.abandon()
-
     @contextmanager
     def storing_errors(self) -> Iterator[None]:
         """Store the body's exception as the pass's error."""
@@ -110,7 +101,7 @@ class SteppedPass:
         except BaseException as error:  # noqa: BLE001 - raised when backward has ended
             self.store(error)
             with suppress(Exception):  # DDP waits for the future, whatever fails
-                self.abandon()
+                self.overlap.lanes.abandon()
 
     def take(self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], unsure: set[int]) -> None:
         """Store reduced gradients, and step the optimizer's full buckets: Note [Few steps]."""
@@ -157,15 +148,15 @@ class SteppedPass:
 
 
 @dataclass(slots=True, eq=False)
-class Task:
+class SteppedBucket:
     """A bucket of DDP being reduced, then stepped: one work of `Overlap.under_way`."""
 
     of: SteppedPass
     params: Sequence[Tensor]
     buffer: Tensor  # has the unreduced gradients
-    reduced: Work | OwnerReduction
+    reduced: Waitable  # has one tensor, perhaps in a list
     all_used: bool
-    done: TensorFuture
+    done: torch.futures.Future[Tensor]
     _gradients: Sequence[Tensor] = field(default=(), init=False)
     result: Tensor | None = field(default=None, init=False)  # None if the reduction failed
 
@@ -187,23 +178,18 @@ class Task:
             raise TypeError(f"expected the hook's future to hold one tensor, got {type(reduced).__name__}")
         record_use(reduced)  # made on another stream
         dtype = self.params[0].dtype
-        self._gradients = [reduced.to(dtype)] if reduced.is_sparse else gradients_in(reduced, self.params)
+        self._gradients = [reduced.to(dtype)] if reduced.is_sparse else _gradients_in(reduced, self.params)
         self.result = reduced
 
     @torch.no_grad()
     def wait(self) -> None:
         """Step the buckets of the optimizer that are full now; as a `Flow` ends work."""
-        known: list[Tensor | None] = [None] * len(self.params)
-        unsure: set[int] = set()
+        unsure = set[int]()
         with self.of.storing_errors():
-            if self.result is not None and isinstance(self.reduced, OwnerReduction):
-                pairs = zip(self._gradients, self.reduced.used(), strict=True)
-                known = [gradient if is_used else None for gradient, is_used in pairs]
-            elif self.result is not None:
-                unsure = set() if self.all_used else _all_zero(self._gradients)
-                known = list(self._gradients)
+            if self._gradients and not self.all_used:
+                unsure = _all_zero(self._gradients)
         with self.of.storing_errors():
-            self.of.take(self.params, known, unsure)
+            self.of.take(self.params, self._gradients or [None] * len(self.params), unsure)
         if self.of.overlap.takes_thread:
             self.complete()
 
@@ -216,6 +202,14 @@ class Task:
                 self.of.store(error)
             else:
                 return
+
+
+def _gradients_in(reduced: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+    """View each parameter's gradient, with its strides, in a dense reduced bucket of any dtype."""
+    flat, dtype = reduced.reshape(-1), params[0].dtype
+    if dtype.is_complex and not flat.is_complex():  # PyTorch's DDP has real numbers in the bucket
+        flat = torch.view_as_complex(flat.to(dtype.to_real()).view(-1, 2))
+    return consecutive_views(flat.to(dtype), params)
 
 
 def _all_zero(gradients: Sequence[Tensor]) -> set[int]:

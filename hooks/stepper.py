@@ -7,7 +7,7 @@ while nothing else reads parameters. A callback behind DDP's does the rest.
 Note [Backward passes within backward passes]
     Reentrant checkpointing runs one for each segment, in which the last bucket may become full. Some DDPs
     have not assigned gradients by then. So ``step()`` handles all-zero gradients, and late changes of
-    gradients are not noticed. The outermost pass sets partial gradients.
+    gradients are not noticed.
 
 Note [Numbers of a static graph]
     PyTorch's DDP reduces the first pass of a static graph in a final callback. Each bucket has number 0 then,
@@ -15,30 +15,26 @@ Note [Numbers of a static graph]
 """
 
 import weakref
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed import GradBucket as _GradBucket  # type: ignore[attr-defined] # its stub exports nothing
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_optim.comm.agreement import agreeing, check_flags, raise_together
-from zero_optim.comm.collectives import RELEASED
-from zero_optim.comm.works import Work
+from zero_optim.comm.collectives import RELEASED, RankGroup
 from zero_optim.compat import autograd
 from zero_optim.compat.streams import future_on
-from zero_optim.ddp.owners.owner_sums import OwnerSums
-from zero_optim.hooks.grad_bucket import GradBucket, Hook, TensorFuture, group_of, mean_hook, name_of
-from zero_optim.hooks.owners import OwnerGradients, OwnerReduction
-from zero_optim.hooks.passes import SteppedPass, Task
+from zero_optim.ddp.reducer.reduction import Hook
+from zero_optim.flow.pending import Waitable
+from zero_optim.hooks.passes import SteppedBucket, SteppedPass
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.plan.description import describe
 
-_NO_OWNER = (
-    "{number} parameters of the model are not in the optimizer, so they have no owner to reduce their "
-    'gradients to: add them to it, or reduce gradients "everywhere"'
-)
+GradBucket: TypeAlias = _GradBucket  # or our DDP's, with the same methods
 
 
 def zero_step(
@@ -46,7 +42,6 @@ def zero_step(
     hook: Hook | None = None,
     *,
     interleave: bool = True,
-    gradients: Literal["everywhere", "owners"] = "everywhere",
     ddp: DistributedDataParallel | None = None,
 ) -> Hook:
     """Return a comm hook that steps ``optimizer`` during the backward pass.
@@ -69,8 +64,6 @@ def zero_step(
         optimizer: its classes must be steppable in parts (see ``optimizer.explain()``).
         hook: reduces the gradients; None for DDP's mean.
         interleave: False delays all steps until the last bucket's reduction has started.
-        gradients: "owners" reduces as `reduce_to_owners`, with the same ``param.grad``: the next backward
-            pass raises unless ``zero_grad()`` was called, and inside ``Join``.
         ddp: the hook's wrapper; not needed for `zero_optim.ddp`. If it allows unused parameters, or is None,
             all-zero gradients are searched (on an accelerator the CPU waits) and stepped after backward.
 
@@ -82,39 +75,20 @@ def zero_step(
     """
     require_ours(optimizer)
     with agreeing(optimizer.ranks, "the arguments of zero_step") as agreed:
-        _check_arguments(hook, interleave, gradients, ddp)
-        all_used = _all_used_by(ddp)
-        wrapper = "None" if ddp is None else f"a wrapper whose parameters are all used: {all_used()}"
-        agreed.items += [f"hook {describe(hook, bound=False)}", f"interleave={interleave}"]
-        agreed.items += [f"gradients={gradients!r}", f"ddp={wrapper}"]
-    to_owners = gradients == "owners"
-    return ZeroStep(optimizer, hook, interleave=interleave, to_owners=to_owners, all_used=all_used)
+        check_flags(interleave=interleave)
+        if hook is not None and not callable(hook):
+            raise TypeError(f"expected hook to be a comm hook, or None for allreduce_hook, got {hook!r}")
+        if ddp is not None:
+            _check_wrapper(ddp, interleave)
+        wrapper = "None" if ddp is None else f"a wrapper whose parameters are all used: {_uses_all(ddp)}"
+        agreed.items.append(f"hook {describe(hook, bound=False)}")
+        agreed.items += [f"interleave={interleave}", f"ddp={wrapper}"]
+    return ZeroStep(optimizer, hook, interleave=interleave, ddp=ddp)
 
 
-def _check_arguments(hook: Hook | None, interleave: bool, gradients: str, ddp: object) -> None:
-    check_flags(interleave=interleave)
-    if hook is not None and not callable(hook):
-        raise TypeError(f"expected hook to be a comm hook, or None for allreduce_hook, got {hook!r}")
-    if gradients not in ("everywhere", "owners"):
-        raise ValueError(f'expected gradients to be "everywhere" or "owners", got {gradients!r}')
-    if gradients == "owners" and hook is not None:
-        raise ValueError(
-            f'gradients="owners" has a reduction of its own: leave out {name_of(hook)}, or reduce '
-            '"everywhere"'
-        )
-    if ddp is not None:
-        _check_wrapper(ddp, interleave)
-
-
-def _all_used_by(ddp: DistributedDataParallel | None) -> Callable[[], bool]:
-    """Return a callable that is True if each parameter is used on some rank, in each pass."""
-    reference = None if ddp is None else weakref.ref(ddp)  # the wrapper holds the hook
-
-    def all_used() -> bool:
-        wrapper = None if reference is None else reference()
-        return wrapper is not None and not wrapper.find_unused_parameters and not wrapper.static_graph
-
-    return all_used
+def _uses_all(ddp: DistributedDataParallel | None) -> bool:
+    """Whether a wrapper is known to use each parameter on some rank, in each pass."""
+    return ddp is not None and not ddp.find_unused_parameters and not ddp.static_graph
 
 
 def hook_with_zero_step(
@@ -165,27 +139,22 @@ class ZeroStep:
         hook: Hook | None,
         *,
         interleave: bool,
-        to_owners: bool,
-        all_used: Callable[[], bool],
+        ddp: DistributedDataParallel | None,
     ) -> None:
-        self._hook: Hook = mean_hook if hook is None else hook
-        self.__name__ = self.__qualname__ = f"zero_step({name_of(self._hook)})"  # which DDP logs
+        self._hook = hook  # None for a mean
+        inner = "mean_hook" if hook is None else getattr(hook, "__name__", type(hook).__name__)
+        self.__name__ = self.__qualname__ = f"zero_step({inner})"  # which DDP logs
         self._optimizer = optimizer
-        self._overlap = overlap = optimizer.iteration.overlap()
-        self._to_owners: OwnerGradients | None = None
-        if to_owners:
-            self._to_owners = OwnerGradients(optimizer, overlap.new_lanes(), _NO_OWNER)
-        self.buckets = self._to_owners  # those that our DDP takes, None for its own
+        self._overlap = optimizer.iteration.overlap()
         self._interleave = interleave
-        self._all_used = all_used
+        self._ddp = None if ddp is None else weakref.ref(ddp)  # which holds the hook
         self._pass: SteppedPass | None = None
-        self._held: list[Task] = []  # came, and are not queued yet
+        self._held: list[SteppedBucket] = []  # came, and are not queued yet
         self._ending: set[int] = set()  # the engine's numbers of the passes that will call `_end`
 
     def divides_by(self, state: dist.ProcessGroup | None) -> float | None:
         """Return by what our DDP divides gradients as it copies them; None if the hook does."""
-        is_mean = self._hook is mean_hook and self._to_owners is None
-        return group_of(state).size() if is_mean else None
+        return dist.get_world_size(state) if self._hook is None else None
 
     def __deepcopy__(self, memo: object) -> "ZeroStep":
         """Return the hook itself, like a function: a copied DDP has the hook of the original."""
@@ -203,14 +172,15 @@ class ZeroStep:
             self._ending.add(backward)
             autograd.after_backward(self._before_end)
         buffer = bucket.buffer()
-        all_used = getattr(bucket, "all_used", False) or self._all_used()
-        reduced = self._reduction(state, bucket, all_used)
+        ddp = None if self._ddp is None else self._ddp()
+        all_used = getattr(bucket, "all_used", False) or _uses_all(ddp)
+        reduced = self._reduction(state, bucket)
         if buffer.is_sparse:
             # Every rank sees the same buckets, so all fail.
             with of.storing_errors():
                 self._optimizer.core.check_sparse(params)
-        done: TensorFuture = future_on(buffer.device)
-        self._held.append(Task(of, params, buffer, reduced, all_used, done))
+        done: torch.futures.Future[torch.Tensor] = future_on(buffer.device)
+        self._held.append(SteppedBucket(of, params, buffer, reduced, all_used, done))
         if self._interleave or of.is_complete or autograd.has_computed_all():
             self._put_held(of)
         if joined and of.is_complete:  # there is no backward pass to end
@@ -221,28 +191,22 @@ class ZeroStep:
         if self._overlap.group.is_released:
             raise RuntimeError(RELEASED)
         self._held, self._ending = [], set()
-        leases = [self._overlap.lanes]
-        if self._to_owners is not None:
-            self._to_owners.begin()
-            leases.append(self._to_owners.lanes)
-        self._pass = SteppedPass(self._overlap, leases, joined)
+        self._pass = SteppedPass(self._overlap, joined)
         return self._pass
 
-    def _reduction(self, state: object, bucket: GradBucket, all_used: bool) -> Work | OwnerReduction:
-        ranks = self._overlap.group.during("reduce", is_exposed=not self._overlap.takes_thread)
-        if self._to_owners is not None:
-            self._to_owners.spans(bucket)  # raises for parameters without an owner
-            if not self._to_owners.has_one_owner:
-                line = OwnerSums(ranks, self._to_owners.lanes)
-                return OwnerReduction(self._to_owners, line, bucket, all_used=all_used)
-            state = ranks.process_group
-        # A work, so that the watchdog sees who waits for the hook: PyTorch's DDP makes none.
-        unexposed = ranks.during("reduce", is_exposed=False)
-        with unexposed.begin_work(f"bucket {bucket.index()}", runs_hook=True) as work:
-            work.take(self._hook(state, bucket))
-        if self._hook is mean_hook:  # what other hooks send is not known
-            ranks.count_sum(bucket.buffer())
-        return work
+    def _reduction(self, state: Any, bucket: GradBucket) -> Waitable:  # noqa: ANN401 - the hook's
+        ranks, about = self._overlap.group.during("reduce", is_exposed=False), f"bucket {bucket.index()}"
+        if self._hook is not None:
+            # A work, so that the watchdog sees who waits for the hook: PyTorch's DDP makes none.
+            with ranks.begin_work(about, runs_hook=True) as work:
+                work.take(self._hook(state, bucket))
+            return work
+        group, buffer = dist.group.WORLD if state is None else state, bucket.buffer()
+        if group is not ranks.process_group:
+            ranks = replace(RankGroup.of(group, buffer), phase=ranks.phase)
+        if not getattr(bucket, "is_divided", False):  # as DDP without a hook, which divides views of a bucket
+            buffer = buffer.div_(ranks.size) if buffer.is_sparse else buffer.mul_(1 / ranks.size)
+        return ranks.start_sum(buffer, about)
 
     def _put_held(self, of: SteppedPass) -> None:
         if not of.has_begun:
@@ -270,7 +234,6 @@ class ZeroStep:
         """Step late buckets after DDP has assigned the gradients; raise what failed."""
         of, is_inner = self._pass, autograd.in_outer_backward()
         if of is None or (is_inner and not of.is_complete):  # it has ended already, or more is to come
-            self._set_partial(is_inner)
             return
         self._pass = None
         try:
@@ -281,20 +244,13 @@ class ZeroStep:
             else:
                 try:
                     of.step_late(leaves_unsure=is_inner or current.lends, has_grads=True)
-                    self._set_partial(is_inner)
                 finally:
                     self._overlap.end_backward(is_final=not is_inner, failed=of.error is not None)
         except BaseException:
-            of.abandon()
-            if self._to_owners is not None:
-                self._to_owners.drop()
+            self._overlap.lanes.abandon()
             raise
         if of.error is not None:
             raise of.error
-
-    def _set_partial(self, is_inner: bool) -> None:
-        if self._to_owners is not None and not is_inner:
-            self._to_owners.set_partial()
 
     def _end_joined(self, of: SteppedPass) -> None:
         self._pass = None

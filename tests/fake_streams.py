@@ -20,6 +20,7 @@ class FakeStream:
 
     name: str
     awaited: list["FakeEvent"] = field(default_factory=list)
+    device: str = "cpu"
 
     def wait_event(self, event: "FakeEvent") -> None:
         self.awaited.append(event)
@@ -29,8 +30,11 @@ class FakeStream:
 class FakeEvent:
     """An event on a stream; it has passed once a test says so."""
 
-    stream: FakeStream
+    stream: FakeStream | None = None
     has_passed: bool = False
+
+    def record(self, stream: FakeStream) -> None:
+        self.stream = stream
 
     def query(self) -> bool:
         return self.has_passed
@@ -39,35 +43,51 @@ class FakeEvent:
         pass
 
 
-@dataclass(frozen=True, eq=False)
-class FakeAccelerator(streams.Accelerator):
-    """Streams for every device; ``stack`` ends in the current one, on whatever thread."""
+class FakeModule:
+    """What ``torch.cuda`` is for CUDA; ``stack`` ends in the current stream, on whatever thread."""
 
-    module: Any = None
-    stack: list[FakeStream] = field(default_factory=lambda: [FakeStream("main")])
-    events: list[FakeEvent] = field(default_factory=list)
-    used: list[tuple[Tensor, str]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.stack = [FakeStream("main")]
+        self.events: list[FakeEvent] = []
+
+    def Stream(self, device: torch.device) -> FakeStream:
+        return FakeStream("beside")
+
+    def Event(self) -> FakeEvent:
+        self.events.append(FakeEvent())
+        return self.events[-1]
 
     def current_stream(self, device: torch.device) -> FakeStream:
         return self.stack[-1]
 
-    def new_stream(self, device: torch.device) -> FakeStream:
-        return FakeStream("beside")
+    def device(self, device: torch.device) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @contextmanager
-    def using(self, stream: FakeStream) -> Iterator[None]:  # type: ignore[override]
+    def stream(self, stream: FakeStream) -> Iterator[None]:
         self.stack.append(stream)
         try:
             yield
         finally:
             self.stack.pop()
 
-    def asking(self, device: torch.device) -> AbstractContextManager[None]:
-        return nullcontext() if self.module is None else super().asking(device)
 
-    def recorded_event(self, device: torch.device) -> FakeEvent:
-        self.events.append(FakeEvent(self.stack[-1]))
-        return self.events[-1]
+@dataclass(frozen=True, eq=False)
+class FakeAccelerator(streams.Accelerator):
+    """Streams for every device."""
+
+    module: Any = field(default_factory=FakeModule)
+    used: list[tuple[Tensor, str]] = field(default_factory=list)
+
+    @property
+    def stack(self) -> list[FakeStream]:
+        """The streams in use, the current one last."""
+        return list(self.module.stack)
+
+    @property
+    def events(self) -> list[FakeEvent]:
+        """The events so far."""
+        return list(self.module.events)
 
     def record_use(self, tensor: Tensor) -> None:
         self.used.append((tensor, self.stack[-1].name))

@@ -32,7 +32,6 @@ def refusal(row: Row) -> str:
     stage, loop, option = STAGES[row.stage], LOOPS[row.loop], OPTIONS[row.option]
     name, of_optimizer, is_sparse = row.loop, option.of_optimizer, row.model == "sparse"
     torchs = stage.wrapper is TorchDdp
-    hooked_to_owners = stage.to_owners and stage.hook is not None
     varies = row.model == "unused" or loop.leaves_out
     twice, joins = name == "graph gone through twice", name == "Join"
     rules = {
@@ -64,12 +63,6 @@ def refusal(row: Row) -> str:
         "PyTorch's DDP fails without syncs": row.option == "static graph" and loop.skips_syncs,
         "PyTorch's DDP marks parameters twice": row.model == "reentrant checkpoints" and name == "freezing",
         "PyTorch's DDP has no shadow of these": torchs and joins and row.model in ("sparse", "unused"),
-        "hooks to owners take dense gradients": hooked_to_owners and is_sparse,
-        "hooks to owners have no whole gradients to add to": hooked_to_owners and name == "adding",
-        "PyTorch's DDP copies whole gradients into its views in a forward pass": torchs
-        and hooked_to_owners
-        and loop.skips_syncs
-        and row.option == "gradients as views",
         "sums by hand need all gradients of all ranks": summed_by_hand(row)
         and (row.model == "unused" or joins),
         "DDP adds up more than two ranks in another order than sums by hand": twice
@@ -86,10 +79,10 @@ MORE_ROWS = [
     Row("overlap at the end", "tower", "ordinary", "plain"),
     Row("overlap, torch's DDP", "tower", "Join", "cuts"),
     Row("overlap, lazy", "tower", "ordinary", "cuts"),
-    Row("overlap, owners", "tower", "ordinary", "cuts, masters, averages"),
-    Row("overlap, owners", "unused", "ordinary", "cuts"),
-    Row("overlap, owners", "tower", "ordinary", "cuts, four ranks"),
-    Row("overlap, owners, no thread, torch's DDP", "tower", "ordinary", "cuts"),
+    Row("overlap", "tower", "ordinary", "cuts, masters, averages"),
+    Row("overlap", "unused", "ordinary", "cuts"),
+    Row("overlap", "tower", "ordinary", "cuts, four ranks"),
+    Row("overlap, no thread, torch's DDP", "tower", "ordinary", "cuts"),
     Row("our DDP alone", "tower", "no_sync", "gradients as views"),
     Row("our DDP alone", "tower", "adding", "gradients as views"),
     Row("our DDP alone", "tower", "adding", "static graph"),
@@ -103,7 +96,7 @@ MORE_ROWS = [
     ),
     *(
         Row(stage, "complex", "freezing", "plain")  # of those frozen one is complex
-        for stage in ("to owners", "overlap", "overlap, owners", "overlap, torch's DDP")
+        for stage in ("overlap", "overlap, torch's DDP")
     ),
     *(Row(stage, "dtypes", "ordinary", "static graph") for stage in STAGES if "overlap" in stage),
     *(Row(stage, "tower", "adding", "gradients as views") for stage in OVERLAPS),

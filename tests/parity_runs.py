@@ -20,7 +20,7 @@ from parity_reference import ByHand, InRankOrder
 from training import HAS_MUON
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
-from zero_optim.hooks import reduce_to_owners, zero_step
+from zero_optim.hooks import zero_step
 
 STEPS = 4
 CAP_MB = 0.002  # several buckets
@@ -60,7 +60,7 @@ class Stage:
 
     @property
     def overlaps(self) -> bool:
-        return self.hook not in (None, reduce_to_owners)
+        return self.hook is not None
 
 
 FULLY: dict[str, dict[str, Any]] = {
@@ -79,16 +79,9 @@ STAGES = {
     "overlap at the end": Stage(
         DistributedDataParallel, lambda o: zero_step(o, interleave=False), on_request=True
     ),
-    "overlap, owners": Stage(
-        DistributedDataParallel, lambda o: zero_step(o, gradients="owners"), to_owners=True
-    ),
     "overlap, no thread": Stage(DistributedDataParallel, zero_step, inline=True),
     "overlap, lazy": Stage(DistributedDataParallel, zero_step, lazy=True, inline=True),
-    "overlap, owners, no thread, torch's DDP": Stage(
-        TorchDdp, lambda o: zero_step(o, gradients="owners"), to_owners=True, inline=True
-    ),
-    "to owners": Stage(DistributedDataParallel, reduce_to_owners, to_owners=True),
-    "to owners, torch's DDP": Stage(TorchDdp, reduce_to_owners, to_owners=True),
+    "overlap, no thread, torch's DDP": Stage(TorchDdp, zero_step, inline=True),
     "gradients": Stage(ShardedDataParallel, to_owners=True),
     "gradients, lazy": Stage(ShardedDataParallel, lazy=True, packed=True, to_owners=True),
     "fully": Stage(FullyShardedDataParallel, to_owners=True),

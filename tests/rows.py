@@ -12,10 +12,7 @@ from zero_optim.flow.pending import Pending
 from zero_optim.plan.slices import Slices
 
 
-def start_sum_of(
-    group: RankGroup, lanes: Lanes, rows: Sequence[Tensor], *, in_place: bool = False
-) -> Pending[Tensor]:
-    """Start a sum of rows, by receiving rank; ``in_place``: the value is this rank's row of a copy."""
+def start_sum_of(group: RankGroup, lanes: Lanes, rows: Sequence[Tensor]) -> Pending[Tensor]:
+    """Start a sum of rows, by receiving rank."""
     slices = Slices(group.rank, tuple(row.numel() for row in rows))
-    flat = torch.cat(list(rows))
-    return start_row_sum(group, lanes, flat, slices, slices.row(flat) if in_place else None)
+    return start_row_sum(group, lanes, torch.cat(list(rows)), slices)

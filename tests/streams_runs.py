@@ -23,9 +23,9 @@ from zero_optim.ddp import (
     ShardedDataParallel,
     unsharded,
 )
+from zero_optim.ddp.reducer.reduction import Hook
 from zero_optim.errors import ReductionError
 from zero_optim.hooks import zero_step
-from zero_optim.hooks.grad_bucket import Hook
 from zero_optim.step import clip as norms
 
 STEPS = 3

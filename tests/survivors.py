@@ -49,7 +49,7 @@ def assert_trained(
     assert list(optimizer.pieces().values()) == list(other.pieces().values())
 
 
-KINDS = ("plain", "overlap", "owners", "sharded", "lazy")
+KINDS = ("plain", "overlap", "sharded", "lazy")
 
 
 class Trainer:
@@ -72,9 +72,8 @@ class Trainer:
         self._register()
 
     def _register(self) -> None:
-        if self.kind in ("overlap", "owners"):
-            to = {"overlap": "everywhere", "owners": "owners"}[self.kind]
-            self.model.register_comm_hook(None, zero_step(self.optimizer, gradients=to))  # type: ignore[arg-type]
+        if self.kind == "overlap":
+            self.model.register_comm_hook(None, zero_step(self.optimizer))
 
     def train(self, first: int, last: int) -> None:
         for number in range(first, last):

@@ -22,7 +22,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -134,6 +134,8 @@ class Event:
 
 
 class _Stream:
+    device = torch.device("cpu")
+
     def wait_event(self, event: object) -> None:
         pass
 
@@ -148,24 +150,22 @@ class _Stream:
             _recordings[-1].note("Stream.synchronize")
 
 
+def _module() -> Any:
+    stream = _Stream()
+    return SimpleNamespace(
+        Event=Event,
+        Stream=lambda device: _Stream(),
+        current_stream=lambda device: stream,
+        device=lambda device: nullcontext(),
+        stream=lambda stream: nullcontext(),
+    )
+
+
 @dataclass(frozen=True)
 class _Accelerator(streams.Accelerator):
     """Streams that exist, and do everything at once."""
 
-    module: Any = field(default_factory=lambda: SimpleNamespace(Event=Event))
-    stream: _Stream = field(default_factory=_Stream)
-
-    def current_stream(self, device: torch.device) -> _Stream:
-        return self.stream
-
-    def new_stream(self, device: torch.device) -> _Stream:
-        return _Stream()
-
-    def using(self, stream: object) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def asking(self, device: torch.device) -> AbstractContextManager[None]:
-        return nullcontext()
+    module: Any = field(default_factory=_module)
 
     def record_use(self, tensor: Tensor) -> None:
         pass

@@ -190,7 +190,6 @@ CALLS: dict[str, Call] = {
     "options for other groups": lambda o, bad: o.load_owned_state(o.owned_state(), options(o) * (1 + bad)),
     "another hook": lambda o, bad: zero_step(o, bf16_compress_hook if bad else allreduce_hook),
     "a text as flag": lambda o, bad: zero_step(o, interleave="no" if bad else True),  # type: ignore[arg-type]
-    "gradients": lambda o, bad: zero_step(o, gradients="owners" if bad else "everywhere"),
 }
 
 

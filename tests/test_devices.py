@@ -19,7 +19,6 @@ from zero_optim.comm import collectives
 from zero_optim.comm.backends import backend_for, device_for_small_tensors, devices_of, parse_config, unserved
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.ddp import DistributedDataParallel
-from zero_optim.ddp.reducer.reducer import Reducer
 
 
 @pytest.mark.parametrize(
@@ -108,8 +107,6 @@ def test_parameters_on_a_device_without_a_backend_are_refused_on_every_rank() ->
     ):
         with pytest.raises(ValueError, match=r"on cuda:3, and the group has no backend for cuda tensors"):
             ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
-        with pytest.raises(ValueError, match=r"on cuda:3, and the group has no backend for cuda tensors"):
-            Reducer(params)
         with pytest.raises(ValueError, match=r"on cuda:3, and the group has no backend for cuda tensors"):
             DistributedDataParallel(nn.Linear(2, 2))
     group = RankGroup.of(None)

@@ -24,7 +24,7 @@ def built(kind: str) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
         return ShardedDataParallel(model, optimizer, timeout=TIMEOUT), optimizer
     wrapper = DistributedDataParallel(model, timeout=TIMEOUT)
     if kind == "overlapped":
-        wrapper.register_comm_hook(None, zero_step(optimizer, gradients="owners"))
+        wrapper.register_comm_hook(None, zero_step(optimizer))
     return wrapper, optimizer
 
 

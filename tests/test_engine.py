@@ -128,7 +128,6 @@ def in_ddp(model: nn.Module, _: object, kind: type[nn.Module] = DistributedDataP
 
 
 in_torch = partial(in_ddp, kind=TorchDdp)
-to_owners = partial(zero_step, gradients="owners")
 by_units = partial(FullyShardedDataParallel, units=nn.Linear)
 CASES: dict[str, tuple[Any, Schedule, dict[str, Any]]] = {
     "ZeRO-1": (in_ddp, ZERO1, {}),

@@ -288,14 +288,10 @@ def test_a_policy_checks_itself() -> None:
         PrecisionPolicy(gradients=torch.int32)
 
 
-def test_pytorchs_policies_are_read() -> None:
-    import torch.distributed.fsdp as fsdp_module  # nothing of ours imports it
+def test_fsdp2s_policy_is_read() -> None:
+    from torch.distributed import fsdp  # nothing of ours imports it
 
-    fsdp: Any = fsdp_module
-    model = nn.Linear(2, 2)
     two = fsdp.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32)
-    assert PrecisionPolicy.of(two, model) == PrecisionPolicy(BF16, FP32, outputs=FP32, casts_inputs="units")
-    one = fsdp.MixedPrecision(param_dtype=BF16, buffer_dtype=BF16)
-    assert PrecisionPolicy.of(one, model) == PrecisionPolicy(BF16, buffers=BF16)
-    plain: Any = torch.nn.parallel.distributed._MixedPrecision
-    assert PrecisionPolicy.of(plain(BF16, FP32), model) == PrecisionPolicy(BF16, FP32)
+    assert PrecisionPolicy.of(two) == PrecisionPolicy(BF16, FP32, outputs=FP32, casts_inputs="units")
+    with pytest.raises(TypeError, match=r"fsdp\.MixedPrecisionPolicy, got MixedPrecision"):
+        PrecisionPolicy.of(fsdp.MixedPrecision(param_dtype=BF16))  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ QUICK = (
     "versions",
     "private names",
     "late loopback of 8: ZeRO-2",
-    "late loopback of 8: zero_step, owners",
+    "late loopback of 8: zero_step",
     "late loopback of 8: ZeRO-1, a missing wait is seen",
     "costs of a rank of 8: host ms / GPU ms / peak MiB",
     "trace: ZeRO-3",

@@ -39,7 +39,11 @@ class Recorder:
 
 def test_a_stream_is_used_within_its_device_so_that_a_thread_never_returns_to_device_0() -> None:
     module = Recorder()
-    with streams.Accelerator(module).using(SimpleNamespace(device=GPU3)):
+    accelerator = streams.Accelerator(module)
+    with (
+        mock.patch.object(streams, "accelerator_of", return_value=accelerator),
+        streams.using_stream(GPU3, SimpleNamespace(device=GPU3)),
+    ):
         pass
     assert module.log == ["enter device cuda:3", "enter stream", "leave stream", "leave device cuda:3"]
 
@@ -67,8 +71,12 @@ class CountingAccelerator:
     def host_tensor(self, like: Tensor) -> Tensor:
         return torch.empty_like(like, device="cpu")
 
-    def recorded_event(self, device: torch.device) -> Any:
-        return self
+    @property
+    def module(self) -> Any:
+        return SimpleNamespace(Event=lambda: self, current_stream=lambda device: None)
+
+    def record(self, stream: None) -> None:
+        pass
 
     def synchronize(self) -> None:
         self.waits += 1

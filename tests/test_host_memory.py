@@ -27,7 +27,6 @@ from zero_optim.comm import agreement
 from zero_optim.comm.agreement import find_hosts
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
-from zero_optim.comm.sending import spread_rows
 from zero_optim.compat.autograd import default_store
 from zero_optim.host import messages
 from zero_optim.host.channel import PIECE, Sender
@@ -71,7 +70,7 @@ def test_a_sum_has_the_bits_of_gloo() -> None:
             (call,) = work.handles
             assert total.wait() is mine
             assert memory.num_started == number + 1
-            assert call.nbytes == memory.sum_nbytes(mine)
+            assert sum(group.all_gather_json(call.nbytes)) == 2 * (group.size - 1) * mine.nbytes
             assert torch.equal(mine, expected), (dtype, length)
 
 
@@ -114,7 +113,7 @@ def test_rows_are_those_that_sockets_bring(dtype: torch.dtype) -> None:
         assert zero_optim.share_host_memory(in_memory) is in_memory
         lanes = lanes_beside(group)
         rows = rows_of(group.rank, group.size, dtype)
-        result = [start_sum_of(group, lanes.groups, rows, in_place=True).wait()]
+        result = [start_sum_of(group, lanes.groups, rows).wait()]
         everyone = rows_of(group.rank, group.size, dtype)
         for work in group.broadcast_rows(list(enumerate(everyone))):
             work.wait()
@@ -139,13 +138,13 @@ def test_an_optimizer_tells_that_it_sends_through_memory() -> None:
 def test_of_rows_with_other_tags_the_heads_are_taken_and_the_next_call_goes_on() -> None:
     group, _ = shared()
     rank = group.rank
-    heads = [torch.full((3,), float(rank)) for _ in range(group.size)]
+    heads = torch.full((group.size, 3), float(rank))
     rows = [torch.full((1 + rank,), float(number)) for number in range(2 * group.size)]
     before = [row.clone() for row in rows]
     listed = [(number % group.size, row) for number, row in enumerate(rows)]  # two of each
-    for work in spread_rows([group], list(enumerate(heads)), listed, 1 + rank):
+    for work in group.broadcast_rows(listed, "", (heads, heads[rank]), 1 + rank):
         work.wait()
-    assert_same_bits(heads, [torch.full((3,), float(number)) for number in range(group.size)])
+    assert torch.equal(heads, torch.arange(3.0).unsqueeze(1).expand(3, 3))
     assert_same_bits(rows, before)
     total = torch.ones(1000)
     group.start_sum(total).wait()

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
 from overlap import Setting, assert_same_run, plain_step
 from parity_runs import STAGES, Row, Run, Stage
@@ -55,7 +54,7 @@ def test_building_again_and_again_takes_no_more_threads_and_descriptors() -> Non
     """Optimizers go when garbage is collected; so many lanes are made before it is, and no more."""
     before = num_threads_and_descriptors()
     for _ in range(MOST_LANES):
-        build_train_and_drop(Stage(TorchDdp, STAGES["overlap, owners"].hook))
+        build_train_and_drop(STAGES["gradients"])
     # A thread that has been waited for stays in the system's list for a moment.
     wait_until(lambda: num_threads_and_descriptors()[0] - before[0] <= MOST_LANES * THREADS_OF_A_LANE)
     threads, descriptors = (
@@ -66,7 +65,7 @@ def test_building_again_and_again_takes_no_more_threads_and_descriptors() -> Non
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("stage", ["gradients", "fully, wrapped first", "overlap, owners"])
+@pytest.mark.parametrize("stage", ["gradients", "fully, wrapped first", "overlap"])
 def test_lanes_on_which_gradients_went_to_owners_are_lent_again(stage: str) -> None:
     build_train_and_drop(STAGES[stage])
     gc.collect()

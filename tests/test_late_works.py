@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from device_names import GPU3, NCCL
-from fake_streams import FakeAccelerator, FakeEvent, fake_streams
+from fake_streams import FakeAccelerator, FakeEvent, FakeModule, fake_streams
 from pool import on_ranks
 from waiting import LIMIT
 from zero_optim import StalledError
@@ -43,10 +43,11 @@ class Handle:
         pass
 
 
-class Module:
+class Module(FakeModule):
     """What ``torch.cuda`` is; notes which devices the thread uses."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.used: list[object] = []
         self.captures = False
 

@@ -48,8 +48,8 @@ def train_until_it_fails(names: tuple[str, ...], interface: str, rank: int, resu
     limit = 16.0  # in half of which process groups are made, on a busy machine too
     optimizers = [ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, timeout=limit) for net in nets]
     models = [TorchDdp(nets[0]), DistributedDataParallel(nets[1], timeout=limit)]
-    for model, optimizer, gradients in zip(models, optimizers, ("everywhere", "owners"), strict=True):
-        model.register_comm_hook(None, zero_step(optimizer, gradients=gradients))  # type: ignore[no-untyped-call, arg-type]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model.register_comm_hook(None, zero_step(optimizer))  # type: ignore[no-untyped-call]
     try:
         for number in range(10**9):
             for model, optimizer in zip(models, optimizers, strict=True):

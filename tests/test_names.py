@@ -154,7 +154,7 @@ def test_every_name_that_is_looked_up_is_listed_and_every_listed_one_is_used() -
     assert required == private.INHERITED.keys()
 
 
-def test_this_pytorch_has_every_name_and_takes_every_argument() -> None:
+def test_this_pytorch_has_every_name() -> None:
     for _, path in LISTED:
         getattr(private, last(path).removeprefix("_"))
     for feature in private.INHERITED:
@@ -192,17 +192,6 @@ def test_a_name_that_classes_inherit_is_asked_for_by_the_constructor(
     hide(path)
     with pytest.raises(RuntimeError, match=re.escape(f"{feature} needs {path}, which PyTorch")):
         private.require(feature)
-
-
-def test_an_argument_that_is_missing_is_named(
-    hide: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = "torch.distributed.distributed_c10d._new_process_group_helper"
-    monkeypatch.setitem(private._ARGUMENTS, path, ("group_size", "often"))
-    hide("nothing")
-    monkeypatch.delattr(private, "new_process_group_helper", raising=False)
-    with pytest.raises(RuntimeError, match=re.escape("needs _new_process_group_helper(often=), which")):
-        _ = private.new_process_group_helper
 
 
 WITHOUT_ANY = """

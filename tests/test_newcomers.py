@@ -168,12 +168,11 @@ class NeedsLossBeforeClosure(SGD):
 
 @on_ranks(2)
 def test_a_class_whose_step_needs_a_keyword_is_told_the_option_first() -> None:
-    with pytest.raises(ValueError, match=r"nothing was found against it: its step\(\) needs loss"):
+    missing = r"nothing was found against it: .*step\(\) missing 1 required"
+    with pytest.raises(ValueError, match=f"{missing} positional argument: 'loss'"):
         ZeroRedundancyOptimizer(make_params(), NeedsLossBeforeClosure, lr=0.1)
     params = make_params()
-    with pytest.raises(
-        ValueError, match=r"nothing was found against it: its step\(\) needs temperature"
-    ) as told:
+    with pytest.raises(ValueError, match=f"{missing} keyword-only argument: 'temperature'") as told:
         ZeroRedundancyOptimizer(params, NeedsTemperature, lr=0.1)
     text = str(told.value)
     assert text.index("assume_separable=True") < text.index("without sharding")

@@ -78,7 +78,7 @@ class Sockets:
     def close(self) -> None:
         self.over.set()
         for each in self.listeners:
-            each.wake()
+            each.stop()
         for thread in self.threads:
             thread.join(LIMIT)
         for each in self.listeners:

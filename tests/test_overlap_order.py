@@ -214,8 +214,8 @@ def raises_once(original: Any) -> Any:
 
 POINTS: dict[str, tuple[Any, str]] = {
     "beginning": (Overlap, "begin"),
-    "receiving": (passes.Task, "receive"),
-    "gradients": (passes, "gradients_in"),
+    "receiving": (passes.SteppedBucket, "receive"),
+    "gradients": (passes, "_gradients_in"),
     "marking use": (passes, "record_use"),
     "counting": (passes.SteppedPass, "take"),
     "stepping": (passes.SteppedPass, "step"),

@@ -41,7 +41,6 @@ from zero_optim.iteration import overlap
 pytestmark = pytest.mark.on_sockets("the model has an accelerator, whose tensors go through its backend")
 
 EVERYWHERE: dict[str, Any] = {"overlap": {}}
-OWNERS: dict[str, Any] = {"overlap": {"gradients": "owners"}}
 LAZILY: dict[str, Any] = {"lazily": True}
 PACKED: dict[str, Any] = {"options": {"parameters_as_bucket_view": False}}
 MASTERS: dict[str, Any] = {"options": {"master_dtype": torch.float64, "ema_decay": 0.9}}
@@ -57,7 +56,6 @@ STAGES: dict[str, dict[str, Any]] = {
     "averaged gradients": {},
     "lazy gathers": LAZILY,
     "zero_step": EVERYWHERE,
-    "zero_step to owners": OWNERS,
     "sharded gradients": {"sharded": {}},
     "sharded parameters": {"fully": {}},
 }
@@ -75,7 +73,6 @@ SEARCHING = {"find_unused_parameters": True}
 
 RUNS: dict[str, dict[str, Any]] = {
     "zero_step": EVERYWHERE,
-    "zero_step to owners": OWNERS,
     "lazy gathers": LAZILY,
     "zero_step and lazy gathers": EVERYWHERE | LAZILY,
     "packed gathers": PACKED,
@@ -100,7 +97,6 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "sharded parameters, a save beside": {"fully": {}, "before": save},
     "zero_step, unused on one rank": LEFT_OUT | UNUSED | EVERYWHERE,
-    "zero_step to owners, unused on one rank": LEFT_OUT | UNUSED | OWNERS,
     "sharded gradients, unused on one rank": LEFT_OUT | {"sharded": SEARCHING},
     "sharded parameters, unused on one rank": LEFT_OUT | {"fully": SEARCHING},
     "consolidation": {"before": consolidate},
@@ -193,11 +189,6 @@ PLANTED: dict[str, tuple[Callable[[], Patch], dict[str, Any], tuple[str, str]]] 
         nothing(pending, "record_use"),
         EVERYWHERE | PACKED,
         ("broadcast|receive", "wait"),  # whichever uses it last on a rank
-    ),
-    "what ranks sent is dropped after it was added up on another stream than its own": (
-        nothing(pending, "record_use"),
-        OWNERS,
-        ("wait", "__call__"),
     ),
     "what came for a reduce-scatter is dropped too early": (
         nothing(pending, "record_use"),

@@ -2,25 +2,16 @@
 
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
 
-from stalling import outcomes
-from waiting import LIMIT, wait_until
-from zero_optim import share_host_memory
+from waiting import LIMIT
 from zero_optim.comm.work_log import WorkLog
-from zero_optim.compat.autograd import default_store
-from zero_optim.ddp import DistributedDataParallel
 from zero_optim.health.directory import Directory
 from zero_optim.health.peers import in_threads
 from zero_optim.health.verdicts import Verdicts
-from zero_optim.hooks.grad_bucket import mean_hook
 
 
 def test_what_finds_no_thread_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,37 +22,6 @@ def test_what_finds_no_thread_is_done_without(monkeypatch: pytest.MonkeyPatch) -
     with mock.patch.object(verdicts, "_complaint"), mock.patch.object(verdicts, "_complain") as complain:
         verdicts.look_at_wait(mock.Mock(timeout=1.0, group=mock.Mock(verdict=None)), 2.0)
     assert complain.called
-
-
-def reduce_with_a_hook_without_threads() -> str:
-    model = DistributedDataParallel(nn.Linear(600, 600))
-    model.register_comm_hook(None, mean_hook)
-    assert share_host_memory()
-    store = default_store()
-
-    def fail(_: threading.Thread) -> None:
-        store.set("alone", "")
-        raise RuntimeError("no more threads")
-
-    if dist.get_rank() == 0:
-        wait_until(lambda: all(each.name != "zero_optim host memory" for each in threading.enumerate()))
-        threading.Thread.start = fail  # type: ignore[method-assign]
-    else:
-        store.wait(["alone"])
-    said = "reduced"
-    try:
-        model(torch.ones(1, 600)).sum().backward()
-    except RuntimeError as error:
-        said = str(error)
-    store.set(f"heard by {dist.get_rank()}", "")
-    store.wait(["heard by 0", "heard by 1"])
-    return said
-
-
-def test_a_rank_whose_hook_finds_no_thread_raises_and_the_others_hear_it() -> None:
-    said = [str(outcome.said) for outcome in outcomes(2, reduce_with_a_hook_without_threads, limit=100.0)]
-    assert "can start no thread for its calls: no more threads" in said[0]
-    assert "rank 0 of the group has given up" in said[1] or "a connection of rank 0 broke" in said[1]
 
 
 def run_ranks(program: str, argument: Path) -> tuple[list[int], list[str]]:

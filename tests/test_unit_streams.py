@@ -15,12 +15,12 @@ def test_a_stream_waits_for_a_unit_that_another_stream_has_waited_for() -> None:
         for param in params:
             bucket.take_in(param)
         flat = bucket.fill()
-        bucket.gathers.start(lambda: Pending([], lambda _: bucket.receive(flat), [flat]))
+        bucket.keep(Pending([], lambda _: bucket.receive(flat), [flat]))
         bucket.arrive()
         come = streams.events[-1]
         bucket.arrive()
         side = FakeStream("side")
-        with streams.using(side):
+        with streams.module.stream(side):
             bucket.arrive()
         assert bucket.is_whole
         assert [stream.awaited for stream in (streams.stack[0], side)] == [[], [come]]

@@ -25,9 +25,7 @@ from zero_optim.comm.backends import raised_by_backend
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.work_log import WorkLog, explain_nothing
 from zero_optim.comm.works import Work
-from zero_optim.compat.autograd import default_store
 from zero_optim.ddp import DistributedDataParallel
-from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.errors import StalledError
 from zero_optim.health import peers
 from zero_optim.health import verdicts as verdicts_module
@@ -35,7 +33,7 @@ from zero_optim.health.directory import Directory
 from zero_optim.health.peers import Listener, Presence, ask
 from zero_optim.health.tree import Message
 from zero_optim.health.verdicts import Verdicts
-from zero_optim.health.watchdog import AwakeTime, Watchdog, unwatch
+from zero_optim.health.watchdog import Watchdog
 
 
 def watchdogs() -> int:
@@ -62,10 +60,9 @@ def test_thread_port_and_descriptors_go_with_the_last_optimizer_and_ddp_or_the_d
         model = with_gradients(linear())
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
         wrapped = DistributedDataParallel(model)
-        reducer = Reducer(linear().parameters())
         optimizer.step()
         assert watchdogs() == 1
-        del optimizer, wrapped, reducer, model
+        del optimizer, wrapped, model
         gc.collect()
         wait_until(lambda: held() == before)
         assert held() == before
@@ -83,7 +80,6 @@ def test_a_detached_optimizer_needs_no_watchdog_and_gets_one_when_it_is_bound() 
     model = with_gradients(linear())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, timeout=50)
     wrapped = DistributedDataParallel(model)
-    key = f"zero_optim/watchdog/{dist.get_rank()}"
     for _ in range(3):
         wrapped.detach()
         optimizer.detach()
@@ -93,36 +89,12 @@ def test_a_detached_optimizer_needs_no_watchdog_and_gets_one_when_it_is_bound() 
             optimizer.step()
         log = optimizer.ranks.works.log
         assert log.explain is not explain_nothing
-        assert default_store().get(key) != b"left"
         assert optimizer.ranks.phase.timeout == 50
         assert {work.timeout for work in works if work.phase.name == "gather"} == {50}
     wrapped.detach()
     optimizer.detach()
     wait_until(lambda: watchdogs() == 0)
     assert watchdogs() == 0
-
-
-@on_ranks(2)
-def test_detaching_does_not_wait_for_a_store_that_does_not_answer() -> None:
-    leaves, answers = threading.Event(), threading.Event()
-
-    def leave(_: Directory) -> None:
-        leaves.set()
-        answers.wait(LIMIT)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Directory, "leave", leave)
-        optimizer = ZeroRedundancyOptimizer(linear().parameters(), torch.optim.SGD, lr=0.1)
-        optimizer.detach()
-        wait_until(leaves.is_set)
-        caller = threading.Thread(target=unwatch, args=(optimizer,), daemon=True)
-        caller.start()
-        caller.join(LIMIT / 2)
-        is_stuck = caller.is_alive()
-        answers.set()
-        wait_until(lambda: watchdogs() == 0)
-    assert leaves.is_set()
-    assert not is_stuck
 
 
 @on_ranks(2)
@@ -275,28 +247,6 @@ def test_a_work_that_fails_while_nobody_waits_for_it_tells_which_rank_has_ended(
     assert group.works.has_failed
     assert str(work.exception()) == str(caught.value)
     assert "rank 1 has ended" in str(caught.value)
-
-
-@on_ranks(1)
-@pytest.mark.parametrize("kind", ["waits", "outstanding"])
-def test_time_in_which_the_process_did_not_run_counts_for_no_wait(kind: str) -> None:
-    group = RankGroup.of(None).within(10.0)
-    watchdog = Watchdog(group.works.log, dist.group.WORLD)  # type: ignore[arg-type]
-    watchdog._listener.close()
-    now = [100.0]
-    work = group.begin_work() if kind == "waits" else work_of(group)
-    work.started = work.waiting_since = now[0]
-    if kind == "waits":
-        group.works.pending.add(work)
-    done: list[tuple[str, float]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verdicts_module, "_beside", lambda work: work())
-        patch.setattr(watchdog, "_awake", AwakeTime(lambda: now[0]))
-        patch.setattr(watchdog._verdicts, "_complain", lambda _, told: done.append((told.kind, told.seconds)))
-        for pause in (0, 1, 1, 3600, 1.5, 1, 86400, 60, 1, 1, 1):  # what it plans is at most 1 s
-            now[0] += pause
-            watchdog._look()
-    assert done == [("slow", 5.5), ("late", 10.5)]
 
 
 def test_where_nobody_answers_a_process_is_silent_and_where_nobody_listens_it_has_ended(

@@ -141,7 +141,7 @@ class Scene:
         else:
             wrapper = DistributedDataParallel(model, timeout=self.timeout, bucket_cap_mb=1e-5)
             if self.kind == "overlapped":
-                wrapper.register_comm_hook(None, zero_step(optimizer, gradients="owners"))
+                wrapper.register_comm_hook(None, zero_step(optimizer))
         self.built = model, wrapper, optimizer
 
     def optimizer_of(

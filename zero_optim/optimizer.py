@@ -273,8 +273,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         As ``torch.nn.utils.clip_grad_norm_``; returns the norm before clipping, 0-d and equal on all ranks.
         With sharded gradients and cuts its last bits may differ from PyTorch's. One small collective; the CPU
         waits for it and the gradients. If an accelerator's group has a CPU backend, two: the CPU waits for
-        ranks, but for gradients only with ``error_if_nonfinite``. Inside ``Join`` all active ranks must clip,
-        by the norm of their gradients; one more collective.
+        ranks, but for gradients only with ``error_if_nonfinite``. Inside ``Join`` each active rank clips for
+        itself, as its gradients are whole.
 
         Raises:
             RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is True.

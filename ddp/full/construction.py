@@ -131,7 +131,7 @@ class UnitConstruction:
             )
         choice = choose_units(module, arguments.units)
         _ = arguments.num_kept  # raises if it is no number
-        self.policy = PrecisionPolicy.of(arguments.precision, module) or PrecisionPolicy()
+        self.policy = PrecisionPolicy.of(arguments.precision)
         check_init(module, arguments.init)
         place = torch.get_default_device() if arguments.device is None else torch.device(arguments.device)
         self._replaced = leave_meta(module, place)
@@ -227,10 +227,8 @@ class UnitConstruction:
         sparse = [name for name, _ in trained if name in with_sparse]
         follow, begin = weakly(units.gradient_came), weakly(units.begin_backward)
         outermost = frozenset(units.units[0].params)
-        ties = Ties(optimizer.core.engine, follow=follow, begin=begin, last=outermost)
-        return OwnerReducer(
-            trained, optimizer, reducer_options, sparse=sparse, wanted=wanted, mesh=mesh, ties=ties
-        )
+        ties = Ties(optimizer.core.engine, wanted, follow=follow, begin=begin, last=outermost)
+        return OwnerReducer(trained, optimizer, reducer_options, ties, sparse=sparse, mesh=mesh)
 
     def make_gathers(self, optimizer: ZeroRedundancyOptimizer) -> UnitGathers:
         """Make the gathers of units; all ranks call, and it communicates."""

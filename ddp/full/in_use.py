@@ -32,6 +32,7 @@ from zero_optim.ddp.full.saved_reads import SavedReads
 from zero_optim.ddp.full.state_visits import StateVisits
 from zero_optim.ddp.full.unit import Unit, UnitOrder, UnitTask, UnitUse, UnitValues
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
+from zero_optim.ddp.reducer.backward_pass import BackwardPass
 from zero_optim.ddp.reducer.graph import on_gradient, replaced, tensors_in
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.flow.schedule import Moment, Operation
@@ -94,7 +95,8 @@ class UnitsInUse(ModuleCalls, Uncopied):
 
     def use(self, engine: Engine, gathers: UnitGathers, reducer: OwnerReducer) -> None:
         """Gather for this optimizer from now on, and launch its buckets; its ranks are the same as before."""
-        self._engine, self.gathers, self._places = engine, gathers, LaunchOrder(self.units, reducer)
+        self._engine, self.gathers = engine, gathers
+        self._places = LaunchOrder(self.units, reducer.assignment.buckets)
 
     @property
     def group(self) -> RankGroup:
@@ -109,9 +111,6 @@ class UnitsInUse(ModuleCalls, Uncopied):
     def buckets(self) -> list[RowBucket]:
         """Those of all units."""
         return _buckets_of(self.units)
-
-    def _buckets_of(self, number: int | None) -> list[RowBucket]:
-        return [] if number is None else self.units[number].buckets
 
     def nbytes_live(self) -> int:
         """Bytes of the flat tensors that are there now, beside what this rank keeps for good."""
@@ -176,7 +175,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
         order = self._forward[self._unit_of[self.under_way[0].module]]
         if is_outermost:
             order.begin()
-        following = self._buckets_of(order.reached(unit.number))
+        following = _buckets_of(map(self.units.__getitem__, order.reached(unit.number)))
         self._at(Moment.BEFORE_FORWARD, following, purpose, tells=True, only=Operation.GATHER)
 
     def after_forward(self, call: Call, output: object, *, raised: bool) -> object:
@@ -210,7 +209,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
         if not self.under_way:
             order.end()
             for each in self.units:
-                if any(bucket.gathers.is_unclaimed for bucket in each.buckets):  # fetched, and not needed
+                if any(bucket.comes for bucket in each.buckets):  # fetched, and not needed
                     self._at(Moment.AFTER_FORWARD, each.buckets)
 
     def _watch(self, unit: Unit, tensors: list[Tensor], order: UnitOrder) -> bool:
@@ -246,9 +245,10 @@ class UnitsInUse(ModuleCalls, Uncopied):
         self._at(Moment.BEFORE_BACKWARD, self.units[number].buckets, Purpose.BACKWARD)
         self._places.reached(number, place)
         following = self._backward.reached(number)
-        buckets = self._buckets_of(following)
+        buckets = _buckets_of(map(self.units.__getitem__, following))
         self._at(Moment.BEFORE_BACKWARD, buckets, Purpose.BACKWARD, only=Operation.GATHER)
-        self._places.gathered(following)
+        for each in following:
+            self._places.gathered(each)
 
     def gradient_came(self, index: int) -> None:
         """Note that a parameter has its gradient."""
@@ -256,9 +256,9 @@ class UnitsInUse(ModuleCalls, Uncopied):
             if unit.take_gradient(index):
                 self._free_unused([unit])
 
-    def begin_backward(self) -> bool:
-        """Note that a backward pass begins or began; return whether full buckets wait for launches here."""
-        return self._places.begin()
+    def begin_backward(self, current: BackwardPass) -> None:
+        """Note that a backward pass begins or began, of which full buckets may wait for launches here."""
+        self._places.begin(current)
 
     def _end_backward(self, order: list[int], *, broke_off: bool = False) -> None:
         """End a backward pass with this order, if it has not ended; after an exception wait for nothing."""

@@ -8,25 +8,24 @@ Note [Places of launches]
     soon as they are full, those of parameters in no unit last.
 """
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 
 import torch
 
 from zero_optim.ddp.full.unit import Unit
-from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.reducer.backward_pass import BackwardPass
+from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 
 
 class LaunchOrder:
     """Holds buckets back, and has them launched: Note [Places of launches]."""
 
-    def __init__(self, units: Sequence[Unit], reducer: OwnerReducer) -> None:
+    def __init__(self, units: Sequence[Unit], buckets: Iterable[ReducerBucket]) -> None:
         self._units = units
         unit_of = {param: unit.number for unit in units for param in unit.params}
-        self._unit_of = [unit_of[bucket.params[0]] for bucket in reducer.assignment.buckets]
-        self._reducer = weakref.ref(reducer)
+        self._unit_of = [unit_of[bucket.params[0]] for bucket in buckets]
+        self._current: BackwardPass | None = None  # the backward pass that runs
         self._since = 0  # when, by the clock of calls, the first forward pass behind a backward pass began
         self._first: dict[int, int] = {}  # by unit, when it was first called since then
         self._trains = False
@@ -38,7 +37,7 @@ class LaunchOrder:
         """Note that a unit's call begins in a forward pass."""
         if is_outermost:
             self._trains = torch.is_grad_enabled()  # reentrant checkpointing calls units without gradients
-            self._to_gather = None  # no backward pass runs
+            self._current = self._to_gather = None  # no backward pass runs
         if not self._trains:
             return
         if self._has_ended:
@@ -46,36 +45,31 @@ class LaunchOrder:
             self._since, self._has_ended = clock, False
         self._first.setdefault(number, clock)
 
-    def _running(self) -> BackwardPass | None:
-        reducer = self._reducer()
-        return None if reducer is None else reducer.running
-
-    def begin(self) -> bool:
-        """Note that a backward pass begins or began; return whether to hold its buckets."""
+    def begin(self, current: BackwardPass | None = None) -> None:
+        """Note that a backward pass begins, or began; hold its buckets where units are to be gathered."""
         if self._to_gather is None:
             self._freed = frozenset(number for number in self._first if not self._units[number].is_whole)
             self._to_gather = set(self._freed)
-        return bool(self._to_gather)
+        if current is not None:
+            self._current = current
+            if self._to_gather:
+                current.hold()
 
     def reached(self, number: int, place: int | None) -> None:
         """Note that a unit is whole, before the next is fetched, at the place of its call, or None."""
         self.gathered(number)
-        if place is None or place <= self._since or number not in self._freed:
+        if self._current is None or place is None or place <= self._since or number not in self._freed:
             return
-        if (current := self._running()) is not None:
-            current.launch_due(lambda bucket: self._called_first(bucket) > place)
+        first = [self._first.get(number, inf) if number else 0 for number in self._unit_of]
+        self._current.launch_due(lambda bucket: first[bucket] > place)
 
-    def _called_first(self, bucket: int) -> float:
-        number = self._unit_of[bucket]
-        return self._first.get(number, inf) if number else 0
-
-    def gathered(self, number: int | None) -> None:
-        """Note that the gather of a unit was started, or is not needed; None for no unit."""
+    def gathered(self, number: int) -> None:
+        """Note that the gather of a unit was started, or is not needed."""
         if self._to_gather is not None and number in self._to_gather:
             self._to_gather.remove(number)
-            if not self._to_gather and (current := self._running()) is not None:
-                current.release()
+            if not self._to_gather and self._current is not None:
+                self._current.release()
 
     def end(self) -> None:
         """Note that the backward pass is over."""
-        self._to_gather, self._has_ended = None, True
+        self._current, self._to_gather, self._has_ended = None, None, True

@@ -63,37 +63,21 @@ class PrecisionPolicy:
             raise ValueError(f'inputs={self.inputs} has no effect with casts_inputs="nowhere": leave one out')
 
     @classmethod
-    def of(cls, policy: object, module: nn.Module) -> "PrecisionPolicy | None":
-        """Read the argument ``mixed_precision``: a policy, one of PyTorch's (by attributes), or None."""
+    def of(cls, policy: object) -> "PrecisionPolicy":
+        """Read the argument ``mixed_precision``: a policy, one of FSDP2's (by attributes), or None."""
         if policy is None or isinstance(policy, cls):
-            return policy
+            return policy or cls()
         untyped: Any = policy
-        if not hasattr(policy, "param_dtype") or not hasattr(policy, "reduce_dtype"):
+        if not hasattr(policy, "param_dtype") or not hasattr(policy, "output_dtype"):
             raise TypeError(
                 "expected mixed_precision to be a zero_optim.ddp.PrecisionPolicy or a "
                 f"torch.distributed.fsdp.MixedPrecisionPolicy, got {type(policy).__name__}"
             )
-        if getattr(policy, "keep_low_precision_grads", False):
-            raise ValueError(
-                "keep_low_precision_grads=True is not possible: owners keep gradients in the dtype of what "
-                "they step. Leave it out"
-            )
-        classes = tuple(getattr(policy, "_module_classes_to_ignore", ()))
-        left_out = [name for name, layer in module.named_modules() if isinstance(layer, classes)]
-        if left_out and untyped.param_dtype is not None:
-            raise ValueError(
-                "torch.distributed.fsdp.MixedPrecision leaves out modules of some classes, as "
-                f"{names_text(left_out)}, which is not possible here: give a zero_optim.ddp.PrecisionPolicy, "
-                "which leaves out none"
-            )
-        casts_model = getattr(policy, "cast_root_forward_inputs", not hasattr(policy, "cast_forward_inputs"))
-        casts_units = getattr(policy, "cast_forward_inputs", False)
         return cls(
             params=untyped.param_dtype,
             gradients=untyped.reduce_dtype,
-            buffers=getattr(policy, "buffer_dtype", None),
-            outputs=getattr(policy, "output_dtype", None),
-            casts_inputs="units" if casts_units else "model" if casts_model else "nowhere",
+            outputs=untyped.output_dtype,
+            casts_inputs="units" if untyped.cast_forward_inputs else "nowhere",
         )
 
     def describe(self) -> str:

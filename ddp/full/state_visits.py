@@ -37,14 +37,11 @@ class _Visit:
         for name, param, place in self.hidden:
             own[name] = nn.Parameter(place, requires_grad=param.requires_grad)
 
-    def mark(self, *, written: bool) -> None:
-        """Have owners keep the values, or not."""
-        for request in self.requests.values():
-            request.mark(written=written)
-
     @torch.no_grad()
     def restore(self, *, written: bool) -> None:
-        """Put the module's own parameters back; loaded values are in their places then."""
+        """Put the module's own parameters back; have owners keep what was loaded, or not."""
+        for request in self.requests.values():
+            request.mark(written=written)
         own = cast("Any", self.module._parameters)
         for name, param, place in self.hidden:
             loaded, own[name] = own[name], param
@@ -71,9 +68,7 @@ class StateVisits:
     def break_off(self) -> None:
         """End visits that an exception broke off: loaded values are dropped."""
         while self._under_way:
-            visit = self._under_way[-1]
-            visit.mark(written=False)
-            self._end(visit, written=False)
+            self._end(self._under_way[-1], written=False)
 
     def _begin(self, units: Sequence[Unit], module: nn.Module, *_: object) -> None:
         if any(visit.module is module for visit in self._under_way):  # an exception has ended that one
@@ -109,5 +104,4 @@ class StateVisits:
     def _after_load(self, module: nn.Module, _: object) -> None:
         visit = self._ended(module)
         if visit is not None:
-            visit.mark(written=True)
             self._end(visit, written=True)

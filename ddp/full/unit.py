@@ -129,7 +129,7 @@ class UnitTask(Task):
         if isinstance(error, RankMismatchError):
             for unit in self._units:
                 for bucket in unit.buckets:
-                    bucket.gathers.abandon()
+                    bucket.forget()
             self._gathers.abandon()
             for each in buckets:
                 each.free()
@@ -170,13 +170,11 @@ class UnitOrder:
         self.now, self.is_under_way = [], True
         return self.now
 
-    def reached(self, number: int) -> int | None:
-        """Note that a unit is needed; return the one that came next in the pass before."""
+    def reached(self, number: int) -> list[int]:
+        """Note that a unit is needed; return the one that came next in the pass before, if any."""
         place = len(self.now)
         self.now.append(number)
-        if self.before[place : place + 1] == [number] and place + 1 < len(self.before):
-            return self.before[place + 1]
-        return None
+        return self.before[place + 1 : place + 2] if self.before[place : place + 1] == [number] else []
 
     def end(self, *, broke_off: bool = False) -> None:
         """End a pass; if an exception did, the former order holds."""

@@ -53,9 +53,9 @@ class Owners:
     names: Mapping[Tensor, str]
     rank: int
     size: int
-    agree: Agree | None = None  # tells all ranks what a scaler has found; see `PartialGradient`
-    storage: RowStorage = field(default_factory=RowStorage)  # of the rows of this rank
-    dtypes: Mapping[Tensor, torch.dtype] = field(default_factory=dict)  # of what owners keep, where another
+    agree: Agree  # tells all ranks what a scaler has found; see `PartialGradient`
+    storage: RowStorage  # of the rows of this rank
+    dtypes: Mapping[Tensor, torch.dtype]  # of what owners keep, where another
     _elsewhere: dict[Tensor, PartialGradient] = field(default_factory=dict)  # without rows: in every pass
 
     def dtype_of(self, param: Tensor) -> torch.dtype:
@@ -76,15 +76,15 @@ class Owners:
             self.storage.add(target, reduced)
         return earlier
 
-    def shown_of_whole(self, param: Tensor, whole: Tensor, *, is_view: bool = False) -> Tensor:
-        """Return ``param.grad`` of a dense gradient; ``is_view``: rows may be views, as the memory stays."""
+    def shown_of_whole(self, param: Tensor, whole: Tensor) -> Tensor:
+        """Return ``param.grad`` of a dense gradient."""
         piece = piece_of(self.pieces[param], self.rank)
         if piece is None:
             return self._partial(param, None)
         rows = rows_of(whole, piece)
         if self._keeps_another(param):
             rows = next(self.storage.copies([rows.to(self.dtype_of(param))]))
-        elif not (is_view or is_whole(piece, param.shape)):
+        elif not is_whole(piece, param.shape):
             rows = rows.clone()  # a view would keep the whole
         return self.shown(param, None, rows)
 

@@ -1,8 +1,7 @@
 """`OwnerReducer`: our reducer, with buckets that go to the owners of their parameters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from weakref import WeakMethod
 
 import torch
@@ -15,18 +14,12 @@ from zero_optim.compat.autograd import backward_number
 from zero_optim.ddp.owners.owner_bucket import OwnerBucket, Owners
 from zero_optim.ddp.owners.owner_sums import OwnerSums
 from zero_optim.ddp.owners.replica_check import ReplicaCheck
-from zero_optim.ddp.reducer.assignment import (
-    BucketAssignment,
-    ReducerOptions,
-    indices_of_members,
-)
+from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducerOptions
 from zero_optim.ddp.reducer.backward_pass import BackwardPass
-from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.graph import accumulates
 from zero_optim.ddp.reducer.inbox import Ties, weakly
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.reducer.reduction import Launch
-from zero_optim.flow.pending import Pending
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.strides import kept_dtype
 from zero_optim.step.partial import PartialGradient
@@ -46,11 +39,10 @@ class OwnerReducer(Reducer):
         params: Sequence[tuple[str, Tensor]],
         optimizer: ZeroRedundancyOptimizer,
         options: ReducerOptions,
+        ties: Ties,
         *,
         sparse: Sequence[str],
-        wanted: Callable[[bool], bool | None],
         mesh: RankMesh | None = None,
-        ties: Ties | None = None,  # to units
     ) -> None:
         everyone = optimizer.ranks if mesh is None else mesh.everyone
         with failing_together(everyone):
@@ -67,10 +59,8 @@ class OwnerReducer(Reducer):
             params,
             everyone.process_group,
             replace(options, bucket_caps_nbytes=caps),
-            sparse=sparse,
-            wanted=wanted,
-            checks=False,
-            ties=replace(ties or Ties(optimizer.core.engine), coming=weakly(self._coming)),
+            replace(ties, coming=weakly(self._coming)),
+            sparse,
         )
         phase = self._summing.phase
         across = None if mesh is None else replace(mesh.across, phase=phase)
@@ -80,7 +70,7 @@ class OwnerReducer(Reducer):
         for other in reducers_with(set(self.params)):
             if isinstance(other, OwnerReducer) and other is not self:
                 other.retire()
-        self.expect(True)  # modules may be called by themselves, before the first forward pass of the whole
+        self._is_expected = True  # modules may be called before the first forward pass of the whole
 
     def rebuild(self) -> bool:
         """Do nothing: buckets are those of the optimizer."""
@@ -88,7 +78,12 @@ class OwnerReducer(Reducer):
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
         engine, reduced, params, owners = self._ties.engine, self._reduced, self.params, self._owners()
-        index_lists = indices_of_members(reduced, [bucket.params for bucket in engine.buckets])
+        index_lists: list[list[int]] = []
+        for bucket in engine.buckets:
+            here = [reduced.index_of[id(param)] for param in bucket.params if id(param) in reduced.index_of]
+            index_lists += [[index] for index in here if reduced.is_sparse(index)]
+            index_lists.append([index for index in here if not reduced.is_sparse(index)])
+        index_lists = sorted(filter(None, index_lists), key=min, reverse=True)  # as they become full
         if self.options.may_be_unused:
             index_lists.sort(key=lambda indices: params[indices[0]] in self._ties.last)
         dense = [at for at, indices in enumerate(index_lists) if not reduced.is_sparse(indices[0])]
@@ -121,11 +116,6 @@ class OwnerReducer(Reducer):
             dtypes,
         )
 
-    @property
-    def running(self) -> BackwardPass | None:
-        """The backward pass that is running."""
-        return self._inbox.running
-
     def check_finished(self, *, waits: bool = True) -> None:
         """Do as `Reducer.check_finished`; RankMismatchError, on every rank, if replicas differ."""
         super().check_finished(waits=waits)
@@ -145,7 +135,7 @@ class OwnerReducer(Reducer):
         """Put reduced gradients aside: autograd would add unreduced ones to them."""
         if self._check is not None:
             self._check.start()
-        line = OwnerSums(*self._route)
+        sums = OwnerSums(self._summing, *self._route)
         for bucket in self.assignment.buckets:
             assert isinstance(bucket, OwnerBucket)  # see `_assigned`
             earlier = {}
@@ -153,14 +143,7 @@ class OwnerReducer(Reducer):
                 if param.grad is not None and not self.unreduced[index]:
                     earlier[slot], param.grad = param.grad, None
             bucket.begin(earlier, adds_at_once=self.defers_reports)
-        return partial(self._start, line)
-
-    def _start(self, line: OwnerSums, bucket: ReducerBucket) -> Pending[Tensor]:
-        if bucket.is_sparse:
-            line.finish()
-            return self._summing.start_sum(bucket.flat, bucket.label)
-        assert isinstance(bucket, OwnerBucket)  # see `_assigned`
-        return line.launch(bucket.rows, bucket.take_over, bucket.label)
+        return sums.launch
 
     def _finish(self, current: BackwardPass) -> None:
         super()._finish(current)

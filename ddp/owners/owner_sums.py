@@ -1,7 +1,5 @@
 """Buckets on their way to the owners of their gradients, one after the other.
 
-Rows come from `OwnerBucket.take`, or from DDP's bucket by `zero_optim.hooks.owners`.
-
 Note [Sums across replicas]
     In a mesh (`zero_optim.comm.mesh`) the owner adds gradients up in the order of ranks inside a replica;
     then the backend adds its row up over the owners of the same rows in all replicas, in place. The second
@@ -19,54 +17,53 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.row_sum import ReceiveBuffer, start_in_stages
-from zero_optim.compat.streams import StreamBeside
+from zero_optim.ddp.owners.owner_bucket import OwnerBucket
+from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
-from zero_optim.plan.slices import Slices
 
 _Stage: TypeAlias = Callable[[Tensor], Pending[Tensor]]  # takes the value of the stage before
 
 
 class OwnerSums:
-    """Buckets, of a pass or a hook: one is sent when the one before is summed."""
+    """The buckets of a pass: one is sent when the one before is summed."""
 
     def __init__(
         self,
+        everyone: RankGroup,
         inner: RankGroup,  # the ranks of this replica
         lanes: Lease,  # for exchanges among them
         across: RankGroup | None = None,  # owners of the same rows in all replicas
-        *,
-        streams: StreamBeside | None = None,  # which wait for the sums; `finish` waits for these
     ) -> None:
-        self.inner, self.lanes, self._sum_across = inner, lanes, across
+        self._everyone, self._inner, self._lanes, self._across = everyone, inner, lanes, across
         self._received = ReceiveBuffer()
         # Of sums, of what brings them to owners, and of sums across replicas; each of one bucket at a time.
-        self._flows = Flow(1, streams=streams), Flow(1, streams=streams), Flow(1, streams=streams)
+        self._flows = Flow(1), Flow(1), Flow(1)
 
-    def launch(
-        self,
-        make_flat: Callable[[], tuple[Tensor, Slices]],  # the rows; called when the bucket before is summed
-        take_over: Callable[[Tensor], Tensor],
-        label: str = "",
-        *,
-        in_place: bool = False,
-    ) -> Pending[Tensor]:
-        """Start a bucket; its result is what ``take_over`` returns of the sum of this rank's row."""
+    def launch(self, bucket: ReducerBucket) -> Pending[Tensor]:
+        """Start a bucket; the result is what it returns as it takes the sum of this rank's row over."""
+        if bucket.is_sparse:  # every rank gets the sum
+            with self._lanes:
+                for flow in self._flows:
+                    flow.wait()
+            return self._everyone.start_sum(bucket.flat, bucket.label)
+        assert isinstance(bucket, OwnerBucket)  # as `OwnerReducer` makes them
         results: list[Tensor] = []
         sums, bringing, replicas = self._flows
-        with self.lanes:  # nobody else shall have them if something fails
+        with self._lanes:  # nobody else shall have them if something fails
             while len(sums):
                 sums.finish_first()
-            flat, rows = make_flat()
-            into, lanes = rows.row(flat) if in_place else None, self.lanes.groups
-            work, bring = start_in_stages(self.inner, lanes, flat, rows, into, self._received, label)
+            flat, rows = bucket.rows()
+            work, bring = start_in_stages(
+                self._inner, self._lanes.groups, flat, rows, self._received, bucket.label
+            )
             stages = [] if bring is None else [(bringing, bring)]
-            across = self._sum_across
+            across = self._across
             if across is not None and rows.rows[rows.rank]:  # of which all replicas have as many
-                about = f"{label}, across replicas"
+                about = f"{bucket.label}, across replicas"
                 stages.append((replicas, lambda total: across.start_sum(total, about)))
-            end = partial(self._go_on, stages, lambda total: results.append(take_over(total)))
-            sums.start(lambda: Pending([work], end), device=flat.device)
+            end = partial(self._go_on, stages, lambda total: results.append(bucket.take_over(total)))
+            sums.start(lambda: Pending([work], end))
         return Pending([], lambda _: self._finish(results))
 
     def _go_on(
@@ -79,17 +76,11 @@ class OwnerSums:
             return
         (flow, stage), *later = stages
         go_on = partial(self._go_on, later, end)
-        flow.start(lambda: Pending([stage(total)], go_on), device=total.device)
-
-    def finish(self) -> None:
-        """Wait for all buckets; raises what an earlier wait raised."""
-        with self.lanes:
-            for flow in self._flows:
-                flow.wait()
+        flow.start(lambda: Pending([stage(total)], go_on))
 
     def _finish(self, results: list[Tensor]) -> Tensor:
         """Wait for a bucket, and for those before."""
-        with self.lanes:
+        with self._lanes:
             while not results:
                 next(flow for flow in self._flows[::-1] if len(flow)).finish_first()
         return results[0]

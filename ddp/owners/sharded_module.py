@@ -53,7 +53,8 @@ class ReducedModule:
         backward passes. With a comm hook ``exposed_seconds/reduce`` is the time of the hook and of the wait
         for it; what it sends is not counted, nor are buffers. ``reset=False`` leaves the counts alone.
         """
-        return self._own().metrics(reset=reset)
+        traffic = self._own().group.phase.traffic
+        return traffic.figures(("reduce", "agree", "order"), "passes", reset=reset)
 
 
 class ShardedModule(ReducedModule):

@@ -5,68 +5,38 @@ Note [PyTorch's buckets]
     are those of PyTorch's DDP, in every pass. The first ones follow the order of registration, and are
     reduced from the last to the first. Where parameters may be unused they stay. Otherwise there is one per
     dtype until the order of gradients is known: after the first pass, with a static graph after the second.
-
-Note [Buckets in rows]
-    A comm hook that reduces to owners adds in the order of ranks, so no bits depend on the buckets. It may
-    name the optimizer's buckets: then a row is one part of the bucket, sent and summed in place.
 """
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from zero_optim.comm.traffic import Timeout
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
-from zero_optim.health.watchdog import check_patience
 from zero_optim.plan.partition import assign_buckets
 from zero_optim.plan.strides import dense_strides
-
-# The parameters of each bucket, in its order. A parameter is in one bucket at most.
-Members: TypeAlias = Sequence[Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReducerOptions:
-    """How gradients are reduced; the names are those of PyTorch's DDP.
+    """How gradients are reduced; the names are those of PyTorch's DDP."""
 
-    Attributes:
-        bucket_caps_nbytes: capacity of the first, second, … bucket in bytes, the last for all that follow.
-        limits_first_buckets: the capacities hold for the first pass too; otherwise it has one bucket per
-            dtype, unless parameters may be unused.
-        find_unused_parameters: parameters may get no gradient.
-        static_graph: every pass is like the first: parameters may be unused, or get several gradients.
-        gradient_as_bucket_view: ``param.grad`` becomes a view of its bucket, which saves a copy.
-        skip_all_reduce_unused_params: with unused parameters, do not reduce buckets without a used one;
-            these have to be the same on all ranks.
-        batched_grad_copy: copy all gradients of a bucket at once, whatever their size.
-        reduce_dtype: for gradients of floating-point parameters, None for the parameters' own.
-        timeout: seconds until a wait is given up, as of `ZeroRedundancyOptimizer`.
-        on_stall: then "raise", or "exit" to end the process.
-
-    Raises:
-        ValueError: a capacity below 1 byte, or none.
-    """
-
+    # Of the first, second, … bucket; the last one for all that follow.
     bucket_caps_nbytes: Sequence[int] = (2**20, 25 * 2**20)
-    limits_first_buckets: bool = False
+    limits_first_buckets: bool = False  # else the first pass has one per dtype, if all parameters are used
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool = False
     skip_all_reduce_unused_params: bool = False
-    batched_grad_copy: bool = False
-    reduce_dtype: torch.dtype | None = None
+    batched_grad_copy: bool = False  # of all gradients of a bucket at once, whatever their size
+    reduce_dtype: torch.dtype | None = None  # of floating-point gradients; None for the parameters' own
     timeout: Timeout = None
     on_stall: str = "raise"
-
-    def __post_init__(self) -> None:
-        if not self.bucket_caps_nbytes or min(self.bucket_caps_nbytes) < 1:
-            raise ValueError(f"expected a bucket capacity of at least 1 byte, got {self.bucket_caps_nbytes}")
-        check_patience(self.timeout, self.on_stall)
 
     @property
     def may_be_unused(self) -> bool:
@@ -88,23 +58,14 @@ class ReducedParams:
     index_of: Mapping[int, int]  # places by id
 
     @classmethod
-    def of(
-        cls, params: Iterable[object], sparse: Collection[str] = (), *, checks: bool = True
-    ) -> "ReducedParams":
-        """Name parameters without names, and check them; wrappers know that theirs get gradients."""
-        pairs = []
-        for number, item in enumerate(params):
-            name, param = item if isinstance(item, tuple) else (f"parameter {number}", item)
-            if not isinstance(param, Tensor):
-                raise TypeError(f"expected parameters or (name, parameter) pairs, got {type(param).__name__}")
-            if checks and not (param.requires_grad and param.is_leaf):
-                raise ValueError(f"{name} gets no gradient: expected leaf tensors with requires_grad=True")
+    def of(cls, pairs: Sequence[tuple[str, Tensor]], sparse: Collection[str] = ()) -> "ReducedParams":
+        """Check named parameters."""
+        for name, param in pairs:
             if getattr(param, "grad_dtype", None) not in (None, param.dtype):
                 raise ValueError(
                     f"{name} is {param.dtype} and asks for gradients in {param.grad_dtype}, which would be "
                     "rounded: leave out its grad_dtype, as buckets have the parameters' dtype"
                 )
-            pairs.append((name, param))
         if not pairs:
             raise ValueError("expected at least one parameter that requires a gradient, got none")
         devices = sorted({str(param.device) for _, param in pairs})
@@ -118,11 +79,6 @@ class ReducedParams:
     def is_sparse(self, index: int) -> bool:
         """Whether the gradients of a parameter are sparse."""
         return self.names[index] in self.sparse
-
-    def describe(self) -> list[str]:
-        """Describe them, for comparison between ranks."""
-        descriptions = describe_params(zip(self.names, self.params, strict=True))
-        return [f"sparse: {sorted(self.sparse)}", *descriptions]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,43 +103,20 @@ class BucketAssignment:
 
 
 def assign(
-    reduced: ReducedParams,
-    options: ReducerOptions,
-    order: Sequence[int] | None = None,
-    members: Members | None = None,
+    reduced: ReducedParams, options: ReducerOptions, order: Sequence[int] | None = None
 ) -> BucketAssignment:
-    """Make the buckets; those in ``members`` if a comm hook names some: Note [PyTorch's buckets]."""
-    params = reduced.params
-    index_lists = [] if members is None else indices_of_members(reduced, members, order)
-    if sum(map(len, index_lists)) != len(params):
-        keys = [(p.dtype, index if reduced.is_sparse(index) else None) for index, p in enumerate(params)]
-        nbytes = [param.numel() * param.element_size() for param in params]
-        caps = options.bucket_caps_nbytes
-        may_be_unused = options.find_unused_parameters and not options.static_graph
-        if order is None and not (options.limits_first_buckets or may_be_unused):
-            caps = (sys.maxsize,)
-        in_order = range(len(keys)) if order is None else order
-        index_lists = assign_buckets(keys, nbytes, caps, in_order, overflow=True)
-        if order is None:
-            index_lists.sort(key=min, reverse=True)
+    """Make the buckets: Note [PyTorch's buckets]."""
+    keys = [(p.dtype, i if reduced.is_sparse(i) else None) for i, p in enumerate(reduced.params)]
+    nbytes = [param.numel() * param.element_size() for param in reduced.params]
+    caps = options.bucket_caps_nbytes
+    may_be_unused = options.find_unused_parameters and not options.static_graph
+    if order is None and not (options.limits_first_buckets or may_be_unused):
+        caps = (sys.maxsize,)
+    index_lists = assign_buckets(keys, nbytes, caps, range(len(keys)) if order is None else order)
+    if order is None:
+        index_lists.sort(key=min, reverse=True)
     make = partial(ReducerBucket, reduced=reduced, options=options)
     return BucketAssignment.of(reduced.names, index_lists, make)
-
-
-def indices_of_members(
-    reduced: ReducedParams, members: Members, order: Sequence[int] | None = None
-) -> list[list[int]]:
-    """Return the places of reduced parameters by bucket, in the order in which buckets become full."""
-    index_lists: list[list[int]] = []
-    for of_bucket in members:
-        here = [reduced.index_of[id(param)] for param in of_bucket if id(param) in reduced.index_of]
-        index_lists += [[index] for index in here if reduced.is_sparse(index)]
-        dense = [index for index in here if not reduced.is_sparse(index)]
-        index_lists += [dense] if dense else []
-    if order is None:
-        return sorted(index_lists, key=min, reverse=True)
-    places = {index: place for place, index in enumerate(order)}
-    return sorted(index_lists, key=lambda indices: max(map(places.__getitem__, indices)))
 
 
 def describe_params(pairs: Iterable[tuple[str, Tensor]]) -> list[str]:

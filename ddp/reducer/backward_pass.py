@@ -38,23 +38,7 @@ class Phase(Enum):
 _UNCOUNTED = nullcontext()
 
 
-class Reductions(Task):
-    """The reductions of one pass, which the engine starts; ``launch`` sends a bucket."""
-
-    def __init__(self, engine: Engine, launch: Launch) -> None:
-        self._engine, self._launch = engine, launch
-        self.launched: list[tuple[ReducerBucket, Pending[Tensor]]] = []
-
-    def start(self, bucket: ReducerBucket) -> None:
-        """Run what a full bucket's row has."""
-        self._engine.on(Moment.BUCKET_FULL, [bucket], self)
-
-    def reduce(self, bucket: ReducerBucket) -> None:
-        """Start the reduction of a bucket."""
-        self.launched.append((bucket, self._launch(bucket)))
-
-
-class BackwardPass:
+class BackwardPass(Task):
     """Counts gradients and launches buckets in order, each once it and all before it are full."""
 
     keeps_graph = False  # gradients are computed by a graph that autograd can go through again
@@ -65,34 +49,33 @@ class BackwardPass:
         assignment: BucketAssignment,
         history: History,
         options: ReducerOptions,
-        reductions: Reductions,
+        engine: Engine,  # runs the rows of full buckets
+        launch: Launch,
         *,
         divisor: float = 1.0,  # of the gradients; 1 where a comm hook divides
         can_carry_word: bool = False,  # the last bucket can tell of a failure; then it waits for the end
-        in_join: bool = False,
         held_up: AbstractContextManager[None] = _UNCOUNTED,  # times what is done with gradients
     ) -> None:
         buckets = assignment.buckets
         self.phase = Phase.RUNNING
         self.kind = history.kind(options)
         self.asks_for_use = self.kind in ("some", "learning")  # ranks tell each other what they used
-        # In ``Join`` not in the first pass, from which a rank without a batch learns what is used.
-        may_skip = not in_join or history.num_passes > 0
-        self.skips_unused = may_skip and options.skip_all_reduce_unused_params and self.kind == "some"
+        self.skips_unused = options.skip_all_reduce_unused_params and self.kind == "some"
         self._is_held = False  # full buckets wait for `launch_due` or `release`
         self.calls = [0] * len(assignment.names)  # how many gradients each parameter got
         self.order: list[int] = []  # parameters as their gradients came
         self.num_passed = 0  # buckets that were launched or left out: the number of the next
         self._assignment = assignment
         self._places = assignment.places
-        self._reductions, self.launched = reductions, reductions.launched
+        self._engine, self._launch = engine, launch
+        self.launched: list[tuple[ReducerBucket, Pending[Tensor]]] = []
         self._divisor = divisor
         self.held_up = held_up
         # 0 while that is learnt: whatever comes is unusual
         expected = history.learnt or [0 if self.kind == "learning" else 1] * len(self.calls)
         self._expected = list(expected)
         self._undefined = history.undefined
-        self._carried: Sequence[bool] = [False] * len(self.calls)  # see `end`
+        self._carried: Sequence[bool] = [False] * len(self.calls)  # see `complete`
         self.has_word = can_carry_word and self.kind in ("every", "learnt")
         self._num_early = len(buckets) - self.has_word  # buckets that are launched when full
         self._waiting = [len(bucket.indices) for bucket in buckets]  # gradients to come, by bucket
@@ -121,14 +104,14 @@ class BackwardPass:
         if name not in names:
             names.append(name)
 
-    def failure(self) -> str | None:
+    def failure_text(self) -> str | None:
         """Return all errors as one text, each with its parameters, or None."""
         texts = sorted(self._failures, key=lambda text: text != report.BROKE_OFF)  # that comes first
         return "; ".join(text.format(names_text(self._failures[text])) for text in texts) or None
 
     # ------------------------------------------------------------------ gradients come
 
-    def arrived(self, index: int) -> None:
+    def came(self, index: int) -> None:
         """Note a parameter's gradient; called by its hook, hence quick."""
         calls = self.calls
         calls[index] += 1
@@ -242,9 +225,12 @@ class BackwardPass:
             bucket.take(rest, self._divisor)
 
     def _reduce_next(self) -> None:
-        bucket = self._assignment.buckets[self.num_passed]
-        self._reductions.start(bucket)
+        self._engine.on(Moment.BUCKET_FULL, [self._assignment.buckets[self.num_passed]], self)
         self.num_passed += 1
+
+    def reduce(self, bucket: ReducerBucket) -> None:
+        """Start the reduction of a bucket; the engine calls."""
+        self.launched.append((bucket, self._launch(bucket)))
 
     def launch_zeros(self, last_order: Sequence[int]) -> None:
         """Launch all buckets as they are; the other ranks use what was used in the last pass."""
@@ -257,7 +243,7 @@ class BackwardPass:
 
     # ------------------------------------------------------------------ the end
 
-    def end(self, carried: Sequence[bool]) -> None:
+    def complete(self, carried: Sequence[bool]) -> None:
         """Launch the rest; ``carried``: by parameter, it has a gradient of a pass that was not reduced."""
         self._carried = carried
         assert self.phase is not Phase.ENDING, "a pass ends once"
@@ -286,7 +272,7 @@ class BackwardPass:
                 self._carried[index] or (calls > 0 and self._has_gradient(index))
                 for index, calls in enumerate(self.calls)
             ]
-        return FailureReport(group, self.failure(), used, in_last_bucket=self.has_word)
+        return FailureReport(group, self.failure_text(), used, in_last_bucket=self.has_word)
 
     def results(self, report: FailureReport | None = None) -> Iterator[tuple[ReducerBucket, Tensor]]:
         """Wait for each launched bucket, and yield it with its gradients; a report reads its word."""
@@ -328,6 +314,6 @@ class PassWithGraph(BackwardPass):
     keeps_graph = True
 
     @torch.no_grad()
-    def arrived(self, index: int) -> None:
+    def came(self, index: int) -> None:
         """Note a parameter's gradient."""
-        super().arrived(index)
+        super().came(index)

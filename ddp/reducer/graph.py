@@ -1,7 +1,6 @@
 """Which parameters a forward pass can give a gradient to: a walk over the autograd graph."""
 
 import dataclasses
-import warnings
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from copy import copy
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from zero_optim.compat.autograd import in_distributed_autograd, runs_distributed_backward, will_run
+from zero_optim.compat.autograd import in_distributed_autograd, will_run
 
 
 def tensors_in(value: object) -> list[Tensor]:
@@ -65,11 +64,14 @@ def on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHand
     return handle
 
 
-def nearest(output: Tensor, leaves: Container[int]) -> Node | None:
-    """Return the nearest node that accumulates into one of the leaves, by id."""
+def nearest(output: Tensor, leaves: Container[int]) -> Tensor | None:
+    """Return the nearest of the leaves, by id, behind an output."""
     assert output.grad_fn is not None  # asked for by the caller
-    nodes = _nodes_behind([output.grad_fn])
-    return next((node for node in nodes if id(getattr(node, "variable", None)) in leaves), None)
+    for node in _nodes_behind([output.grad_fn]):
+        leaf: Tensor | None = getattr(node, "variable", None)  # of one that accumulates
+        if id(leaf) in leaves:
+            return leaf
+    return None
 
 
 def _nodes_behind(nodes: Iterable[Node]) -> Iterator[Node]:
@@ -90,30 +92,14 @@ def accumulates(leaf: Tensor) -> bool:
     return leaf.requires_grad and will_run(get_gradient_edge(leaf).node)
 
 
-def reaches(node: Node) -> bool:
-    """As `accumulates`, for a node from `nearest`."""
-    untyped: Any = node
-    return untyped.variable.requires_grad and will_run(node)
-
-
 def refuse_distributed_autograd() -> None:
     """Raise RuntimeError in a ``torch.distributed.autograd`` context, which keeps gradients itself."""
     if in_distributed_autograd():
-        raise RuntimeError(_ON_DISTRIBUTED_AUTOGRAD)
-
-
-def refuse_distributed_backward() -> None:
-    """Raise RuntimeError, from a hook, in such a pass; warns too, as PyTorch drops the error's text."""
-    if runs_distributed_backward():
-        warnings.warn(_ON_DISTRIBUTED_AUTOGRAD, stacklevel=2)
-        raise RuntimeError(_ON_DISTRIBUTED_AUTOGRAD)
-
-
-_ON_DISTRIBUTED_AUTOGRAD = (
-    "zero_optim.ddp does not work with torch.distributed.autograd: gradients go to its context, and "
-    "would not be reduced. Use torch.nn.parallel.DistributedDataParallel in a "
-    "torch.distributed.autograd.context(), or leave the context out if nothing is computed by RPC"
-)
+        raise RuntimeError(
+            "zero_optim.ddp does not work with torch.distributed.autograd: gradients go to its context, and "
+            "would not be reduced. Use torch.nn.parallel.DistributedDataParallel in a "
+            "torch.distributed.autograd.context(), or leave the context out if nothing is computed by RPC"
+        )
 
 
 class UnusedSearch:

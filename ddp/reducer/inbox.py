@@ -7,19 +7,18 @@ Note [Passes that break off]
 """
 
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakMethod
 
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from zero_optim.compat import private
 from zero_optim.compat.autograd import after_backward
 from zero_optim.ddp.reducer.backward_pass import BackwardPass, Phase
-from zero_optim.ddp.reducer.graph import nearest, on_gradient, reaches, refuse_distributed_backward
+from zero_optim.ddp.reducer.graph import accumulates, nearest, on_gradient
 from zero_optim.ddp.reducer.report import REPLACED, SWAPPED
 from zero_optim.shard.engine import Engine
 
@@ -29,12 +28,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ties:
-    """What ties a reducer to an optimizer and to units; `weakly` makes the functions."""
+    """What ties a reducer to a wrapper, an optimizer and units; `weakly` makes the functions."""
 
     engine: Engine  # runs the rows of the buckets
+    wanted: Callable[[bool], bool | None]  # whether to reduce a pass, by whether it was expected
+    module: nn.Module = field(default_factory=nn.Module)  # may lose parameters; those of others stay
     coming: Callable[[int], None] | None = None  # called before a pass has its first gradient
     follow: Callable[[int], None] | None = None  # called with a parameter's place when its gradient came
-    begin: Callable[[], bool | None] | None = None  # returns if full buckets wait: Note [Places of launches]
+    begin: Callable[[BackwardPass], None] | None = None  # may hold its buckets: Note [Places of launches]
     last: Collection[Tensor] = ()  # whose buckets are launched last, where parameters may be unused
 
 
@@ -42,6 +43,7 @@ class Inbox:
     """The parameters' hooks, which keep it alive, and the current backward pass."""
 
     def __init__(self, params: Sequence[Tensor], take_first: Callable[[int], None], ties: Ties) -> None:
+        self._module, self._members = ties.module, set(ties.module.parameters())
         self.current: BackwardPass | None = None  # runs, or has broken off and was not ended yet
         self.handles: list[RemovableHandle] = []
         self._params = params
@@ -51,7 +53,7 @@ class Inbox:
         def came(index: int, _: Tensor) -> None:
             current = self.current
             if current is not None and current.phase is running:
-                current.arrived(index)
+                current.came(index)
             else:
                 take_first(index)
             if follow is not None:
@@ -73,12 +75,12 @@ class Inbox:
         """Give gradients to a pass that begins; None when it has ended."""
         self.current = current
 
-    def lost(self, calls: Sequence[int], module: nn.Module, before: Collection[Tensor]) -> dict[int, str]:
-        """Say why parameters get no gradient any more, by place; the module had ``before``."""
+    def lost(self, calls: Sequence[int]) -> dict[int, str]:
+        """Say why parameters get no gradient any more, by place."""
         if all(calls):
             return {}
-        lost, there = dict[int, str](), set(module.parameters())
-        has_new = any(param.requires_grad for param in there.difference(before))
+        lost, there = dict[int, str](), set(self._module.parameters())
+        has_new = any(param.requires_grad for param in there.difference(self._members))
         for index, (param, was, num) in enumerate(zip(self._params, self._tensors, calls, strict=True)):
             if not num and private.cdata(param) != was:  # a swap of tensors took its hooks
                 lost[index] = SWAPPED
@@ -103,21 +105,15 @@ def announce_backward(
     outputs: Iterable[Tensor], index_of: Container[int], reached: Callable[[], None]
 ) -> None:
     """Call `reached` when a backward pass goes through an output to a parameter, by id."""
-
-    def hook_of(witness: Node | None) -> Callable[[Tensor], None]:
-        def hook(_: Tensor) -> None:
-            # torch.autograd.grad goes through outputs too, but gives no parameter its gradient.
-            if witness is None or not reaches(witness):
-                refuse_distributed_backward()
-                if witness is not None:
-                    return
-            reached()
-
-        return hook
-
     for output in outputs:
         if output.grad_fn is not None:
-            on_gradient(output, hook_of(nearest(output, index_of)))
+            on_gradient(output, partial(_output_reached, nearest(output, index_of), reached))
+
+
+def _output_reached(witness: Tensor | None, reached: Callable[[], None], _: Tensor) -> None:
+    # torch.autograd.grad goes through outputs too, but gives no parameter its gradient.
+    if witness is None or accumulates(witness):
+        reached()
 
 
 class _Token:

@@ -7,88 +7,57 @@ is launched, and the results become the parameters' gradients.
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.comm.backends import as_lists
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.autograd import in_backward, shadowed_pass
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.ddp.reducer.assignment import BucketAssignment, History, ReducedParams, ReducerOptions, assign
-from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassWithGraph, Phase, Reductions
+from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassWithGraph, Phase
 from zero_optim.ddp.reducer.graph import UnusedSearch, refuse_distributed_autograd, tensors_in
 from zero_optim.ddp.reducer.inbox import Inbox, Ties, announce_backward, remove, weakly, when_backward_ends
 from zero_optim.ddp.reducer.reduction import Hook, HookSlot, Launch
 from zero_optim.ddp.reducer.report import WITHOUT_GRAPH, WRAPPED_ANEW, FailureReport
 from zero_optim.errors import ReductionError
-from zero_optim.health.watchdog import learn_addresses, watch
-from zero_optim.shard.engine import Engine
+from zero_optim.health.watchdog import watch
 from zero_optim.step.unreduced import add_reducer, remove_reducer
 
 
 class Reducer:
-    """Average gradients over the ranks of a group in every backward pass.
+    """Averages gradients over the ranks of a group in every backward pass.
 
-    Usable without a wrapper: after ``reducer = Reducer(model.named_parameters())`` each ``loss.backward()``
-    leaves averaged gradients. All ranks construct it, and run backward passes together, each with a gradient
-    for every parameter unless the options say otherwise. Its hooks go when it goes, or with `close`.
-
-    Args:
-        params: (name, parameter) pairs that require a gradient, or parameters alone; on one device.
-        process_group: ranks to average over; None for the default group.
-        options: see `ReducerOptions`.
-        sparse: names of parameters with sparse gradients.
-        wanted: called when a backward pass begins with whether the pass goes through an output given to
-            `prepare`, or was expected; returns whether to reduce it. None for always.
-        checks: compare parameters and options between ranks, by a small collective.
-
-    Raises:
-        ValueError: on every rank: no parameters, some that do not require a gradient, several devices.
-        RankMismatchError: on every rank: ranks have different arguments; names the first.
+    All ranks construct it, with equal arguments, and run backward passes together. Its hooks go when it goes,
+    or with `close`.
     """
 
     checks_first = False  # a pass that is found to be bad when it ends hands out no gradients
-    _members: tuple[nn.Module, set[Tensor]] = nn.Module(), set()
 
     def __init__(
         self,
-        params: Iterable[tuple[str, Tensor]] | Iterable[Tensor],
-        process_group: dist.ProcessGroup | None = None,
-        options: ReducerOptions | None = None,
-        *,
-        sparse: Collection[str] = (),
-        wanted: Callable[[bool], bool | None] | None = None,
-        checks: bool = True,
-        ties: Ties | None = None,
+        params: Sequence[tuple[str, Tensor]],  # on one device
+        process_group: dist.ProcessGroup | None,
+        options: ReducerOptions,
+        ties: Ties,
+        sparse: Collection[str] = (),  # names of parameters with sparse gradients
     ) -> None:
-        self._ties = Ties(Engine()) if ties is None else ties
-        self.options = ReducerOptions() if options is None else options
-        params = as_lists(params)
-        self._use(RankGroup.of(process_group, params).within(self.options.timeout))
-        with failing_together(self.group if checks else None):
-            self._reduced = reduced = ReducedParams.of(params, sparse, checks=checks)
-            if checks:
-                self.group.check_serves(reduced.params)
-        if checks:
-            agree(self.group, [repr(self.options), *reduced.describe()], "what the reducer was given")
+        self._ties, self.options = ties, options
+        self._reduced = reduced = ReducedParams.of(params, sparse)
         self.names, self.params = reduced.names, reduced.params
+        self._use(RankGroup.of(process_group, self.params).within(self.options.timeout))
         self.defers_reports = is_asynchronous(self.params[0].device)  # Note [Late reports] in `report`
         self.slot = HookSlot()
-        self._wanted = wanted
         self._is_expected = self._is_replaced = False
         self._inbox = Inbox(self.params, weakly(self._first_arrived), self._ties)
         weakref.finalize(self, remove, self._inbox.handles)
         self.reset()
         add_reducer(self)
-        if checks:  # then all ranks have got here
-            learn_addresses(self.group)
 
     def reset(self) -> None:
         """Begin anew: first buckets, nothing learnt. All ranks call, between iterations."""
@@ -99,12 +68,7 @@ class Reducer:
         self._divisor: Callable[[], float] | None = None  # of the next pass, in Join; None for `size`
         self._search = UnusedSearch()
         self._unread: list[FailureReport] = []  # of passes that have ended
-        self._futures: list[torch.futures.Future[object]] = []  # waited for when the next pass ends
         self._assign(None)
-
-    def look_into(self, module: nn.Module) -> None:
-        """Look, after passes that give parameters no gradient, whether the module still has them."""
-        self._members = module, set(module.parameters())
 
     def use_group(self, process_group: dist.ProcessGroup | None) -> None:
         """Average over other ranks from now on; all of these call, between iterations, then `reset`."""
@@ -114,26 +78,19 @@ class Reducer:
         self.group, self._summing = group, group.during("reduce")
         watch(self, group, self.options.on_stall)
 
-    def metrics(self, *, reset: bool = True) -> dict[str, float]:
-        """See `DistributedDataParallel.metrics`."""
-        return self.group.phase.traffic.figures(("reduce", "agree", "order"), "passes", reset=reset)
-
     def _assign(self, order: Sequence[int] | None) -> None:
         self.assignment = BucketAssignment()
         self.assignment = self._assigned(order)
 
     def _assigned(self, order: Sequence[int] | None) -> BucketAssignment:
-        return assign(self._reduced, self.options, order, self.slot.take_members())
+        return assign(self._reduced, self.options, order)
 
     @torch.no_grad()
     def rebuild(self) -> bool:
         """Rebuild buckets in rank 0's order of gradients, if due; returns whether it did. All ranks call."""
         if self._inbox.running is not None:
             return False
-        is_renamed = self.slot.members_changed
-        if not self.history.knows_order(self.options) or (self.has_rebuilt and not is_renamed):
-            if is_renamed:
-                self._assign(None)
+        if self.has_rebuilt or not self.history.knows_order(self.options):
             return False
         agreed = to_device(
             torch.tensor(self.history.order(), dtype=torch.int64, device="cpu"), self.group.device
@@ -152,23 +109,13 @@ class Reducer:
         if self._inbox.running is not None:
             raise RuntimeError("a comm hook must be registered before backward() begins")
         self.slot.register(state, hook)
-        if self.slot.members_changed and not self.has_rebuilt:
-            self._assign(None)
-
-    def expect(self, is_expected: bool) -> None:
-        """Set the argument of ``wanted`` for passes from now on."""
-        self._is_expected = is_expected
 
     def _is_wanted(self, *, was_prepared: bool = False) -> bool:
-        return self._wanted is None or bool(self._wanted(was_prepared or self._is_expected))
+        return bool(self._ties.wanted(was_prepared or self._is_expected))
 
     def divide_by(self, divisor: Callable[[], float]) -> None:
         """Divide the gradients of the next pass by the number of ranks that take part, in ``Join``."""
         self._divisor = divisor
-
-    def wait_for(self, futures: Iterable[torch.futures.Future[object]]) -> None:
-        """Wait for these too when the next pass ends."""
-        self._futures += futures
 
     def set_static_graph(self) -> None:
         """Expect every pass to be like the next; all ranks call, before their first backward pass."""
@@ -184,26 +131,23 @@ class Reducer:
         self._is_replaced = True
         self.close()
 
-    def _check_current(self) -> None:
-        if self._is_replaced:
-            raise RuntimeError(WRAPPED_ANEW)
-
     def begin_forward(self) -> None:
         """Begin a forward pass whose backward pass must be reduced; raises as `check_finished`."""
-        self._check_current()
         self.group.works.log.activity.begin("forward pass")
         self.check_finished(waits=False)
 
     def end_forward(self, output: object, *, syncs: bool) -> None:
         """End a forward pass with gradients; if it `syncs`, its backward pass must be reduced."""
-        self._check_current()
         self.group.works.log.activity.end("forward pass")
-        self.expect(syncs)
+        if self._is_replaced:
+            raise RuntimeError(WRAPPED_ANEW)
+        self._is_expected = False
         if syncs:
             self.prepare(output)
 
-    def prepare(self, outputs: object = ()) -> None:
-        """Look at a forward pass's output, before the user gets it; every rank, after the same passes."""
+    def prepare(self, outputs: object) -> None:
+        """Expect passes from now on, and look at an output before the user gets it; ranks do so alike."""
+        self._is_expected = True
         refuse_distributed_autograd()
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         if self.options.find_unused_parameters and not self.options.static_graph:
@@ -231,7 +175,7 @@ class Reducer:
 
     def _first_arrived(self, index: int) -> None:
         if self._is_wanted():
-            self._begin().arrived(index)
+            self._begin().came(index)
         else:
             self.unreduced[index] = True
 
@@ -243,8 +187,8 @@ class Reducer:
             divisor = self.group.size if self._divisor is None else self._divisor()
         current = self._new_pass(self.assignment, divisor, in_join=self._divisor is not None)
         self.group.works.log.activity.begin("backward pass")
-        if self.options.may_be_unused and self._ties.begin is not None and self._ties.begin():
-            current.hold()
+        if self.options.may_be_unused and self._ties.begin is not None:
+            self._ties.begin(current)
         self._inbox.use(current)
         when_backward_ends(partial(self._finish, current), current.break_off)
         learnt = self.history.learnt
@@ -254,14 +198,17 @@ class Reducer:
         return current
 
     def _new_pass(self, assignment: BucketAssignment, divisor: float, *, in_join: bool) -> BackwardPass:
+        options = self.options
+        if in_join and not self.history.num_passes:  # from it a rank without a batch learns what is used
+            options = replace(options, skip_all_reduce_unused_params=False)
         return (PassWithGraph if torch.is_grad_enabled() else BackwardPass)(
             assignment,
             self.history,
-            self.options,
-            Reductions(self._ties.engine, self._open()),
+            options,
+            self._ties.engine,
+            self._open(),
             divisor=divisor,
             can_carry_word=self.slot.hook is None and assignment.buckets[-1].can_carry_failure_word,
-            in_join=in_join,
             held_up=nullcontext() if self.defers_reports else self._summing.phase,
         )
 
@@ -283,7 +230,7 @@ class Reducer:
 
     def _conclude(self, current: BackwardPass) -> None:
         broke_off = current.phase is Phase.BROKEN_OFF
-        lost = self._inbox.lost(current.calls, *self._members)
+        lost = self._inbox.lost(current.calls)
         for index, text in lost.items():
             current.note(text, index)
         if not (any(current.calls) or current.asks_for_use or broke_off or lost):
@@ -292,7 +239,7 @@ class Reducer:
         self.group.phase.traffic.count_step()
         defers = self.defers_reports and self._divisor is None and current.kind != "learning"
         self._divisor = None
-        current.end(carried)
+        current.complete(carried)
         self._hand_out(current, defers=defers, drops=broke_off and defers)  # nobody is told yet
         if current.keeps_graph and any(current.calls):
             warnings.warn(WITHOUT_GRAPH, stacklevel=2)
@@ -314,9 +261,6 @@ class Reducer:
                         bucket.flat.zero_()
             else:
                 current.give(unused, report)
-        futures, self._futures = self._futures, []
-        for future in futures:
-            future.wait()
         history, calls, order = self.history, current.calls, current.order
         if current.is_empty:  # its own pass would have been like those of the others
             calls, order = [int(flag) for flag in used], history.last_order

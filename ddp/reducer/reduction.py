@@ -4,7 +4,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch.futures import Future
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat import private
-from zero_optim.ddp.reducer.assignment import Members
 from zero_optim.ddp.reducer.gradient_bucket import GradBucket, ReducerBucket, tensor_of
 from zero_optim.errors import message_of
 from zero_optim.flow.pending import Pending
@@ -23,24 +22,11 @@ Hook = Callable[[Any, Any], Future[Tensor]]  # (state, bucket), PyTorch's contra
 Launch: TypeAlias = Callable[[ReducerBucket], Pending[Tensor]]
 
 
-@runtime_checkable
-class NamesBuckets(Protocol):
-    """``hook.buckets`` of a hook with its own buckets: Note [Buckets in rows] in `assignment`."""
-
-    def version(self) -> object:
-        """Return a value that changes when `members` does."""
-
-    def members(self) -> Members | None:
-        """Return the parameters of each bucket, in its order; None for PyTorch's buckets."""
-
-
 class HookSlot:
     """The comm hook, at most one. After a ``failure`` it is not called again: its collectives are unknown."""
 
     def __init__(self) -> None:
         self.hook: tuple[Hook, object] | None = None
-        self._names: NamesBuckets | None = None
-        self._version: object = None
         self.name = ""
         self.failure: str | None = None
 
@@ -62,20 +48,6 @@ class HookSlot:
                 f"register that instead of {hook_name(hook)}"
             )
         self.hook, self.name = (hook, state), hook_name(hook)
-        names = getattr(hook, "buckets", None)
-        self._names = names if isinstance(names, NamesBuckets) else None
-
-    @property
-    def members_changed(self) -> bool:
-        """Whether `members` would now return another value."""
-        return self._names is not None and self._names.version() != self._version
-
-    def take_members(self) -> Members | None:
-        """Return the parameters of the hook's buckets, which count from now on; None if it names none."""
-        if self._names is None:
-            return None
-        self._version = self._names.version()
-        return self._names.members()
 
     def divisor(self) -> float | None:
         """Return by what gradients are divided as they are copied, for a hook of ours; None if not."""

@@ -207,17 +207,16 @@ WITH_KERNELS: Tests = {
     **table("packed; views", "tower", "scheduled", "two classes"),
 }
 WITH_FUTURES: Tests = {
-    **table("to owners", "tower", "clipped"),
     "overlap: step() never called": (overlap.check_no_step, "ours", True),
 }
 # Not "ordinary" with batch norms: DDP broadcasts buffers in its evaluation, between forward and backward.
 OVERLAPPED: Tests = {
     **table("overlap", "tower", "ordinary"),
     **table("overlap, torch's DDP", "gpt", "no_sync"),
-    **table("overlap, owners", "unused", "closure"),
+    **table("overlap", "unused", "closure"),
     **table("overlap, lazy", "convolutions", "scheduled", "masters"),
     **table(
-        "overlap; overlap, torch's DDP; overlap, owners; overlap, owners, no thread, torch's DDP",
+        "overlap; overlap, torch's DDP; overlap, no thread, torch's DDP",
         "convolutions",
         "scheduled",
     ),

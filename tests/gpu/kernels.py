@@ -60,8 +60,9 @@ def added_at_once(here: Here, dtype: torch.dtype) -> Figures:
         rows = (
             torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul_(100).to(dtype).to(here.device)
         )
-        total, expected = torch.empty_like(rows[0]), torch.empty_like(rows[0])
-        row_sum._add_at_once(torch.cat([rows.view(-1), rows.new_zeros(row_sum._WIDTH)]), len(rows), total)
+        expected = torch.empty_like(rows[0])
+        came = torch.cat([rows.view(-1), rows.new_zeros(row_sum._WIDTH)])
+        total = row_sum._add_at_once(came, len(rows))
         row_sum._add(list(rows.clone()), 0, expected)
         assert_same_bits([total], [expected], f"{shape}")
     return {"ranks": max(ranks for ranks, _ in shapes)}

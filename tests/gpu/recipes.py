@@ -39,7 +39,6 @@ OURS = (
     "ZeRO-1, clipped",
     "gather_lazily",
     "zero_step",
-    "zero_step, owners",
     "ZeRO-2",
     "ZeRO-3",
     "ZeRO-3, bf16",
@@ -84,8 +83,6 @@ def _ours(here: Here, recipe: str, model: nn.Sequential, options: dict[str, Any]
     if recipe == "zero_step":
         hook: Any = allreduce_hook if here.is_cuda else waiting_hook
         wrapped.register_comm_hook(None, zero_step(optimizer, hook))
-    elif recipe == "zero_step, owners":
-        wrapped.register_comm_hook(None, zero_step(optimizer, gradients="owners"))
     elif recipe == "gather_lazily":
         optimizer.gather_lazily(model)
     return wrapped, optimizer

@@ -35,7 +35,7 @@ What is not:
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -68,6 +68,9 @@ class _Module:
     def current_stream(self, device: object = None) -> Stream:
         return self.clocks.current
 
+    def device(self, device: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def stream(self, stream: Stream) -> AbstractContextManager[None]:
         return self.clocks.using(stream)
 
@@ -77,9 +80,6 @@ class ModelledAccelerator(streams.Accelerator):
     """The streams of the model, for ``compat.streams``."""
 
     accesses: Accesses
-
-    def using(self, stream: Stream) -> AbstractContextManager[None]:
-        return self.module.stream(stream)
 
     def record_use(self, tensor: Tensor) -> None:
         record_use(self.accesses, tensor)

@@ -180,7 +180,8 @@ class RankGroup:
 
     def shared_memory(self, device: torch.device) -> OneHost | SeveralHosts | None:
         """Return what sends tensors of a device through memory, if the ranks have met and share it."""
-        return self.works.shared_memory if device.type == "cpu" else None
+        works = self.works
+        return works.memory if device.type == "cpu" and works.log.shares_memory else None
 
     def levels(self, device: torch.device) -> "Levels | None":
         """Return the groups inside hosts and across, where a device's tensors go through these."""
@@ -196,18 +197,20 @@ class RankGroup:
         """
         if self.is_released:
             raise RuntimeError(RELEASED)
-        self.works.check()
+        if self.works.verdict is not None:
+            raise self.works.verdict.error()
         if device is None:
             return Work(self.works, self.phase, about, runs_hook=runs_hook)
         transport = self.transport(device)
         return Work(self.works, self.phase, about, late_on=transport.late_on, polls=transport.waits_on_host)
 
     def broadcast_rows(
-        self, rows: Iterable[_Row], about: str = "", heads: _Slice | None = None
+        self, rows: Iterable[_Row], about: str = "", heads: _Slice | None = None, tag: int = 0
     ) -> list[Waitable]:
         """Start broadcasts of (owner, 1-D tensor) pairs on a device; all ranks call: Note [Rows at once].
 
         ``heads``: for a short row of bytes of each rank, and this rank's: in place where memory is shared.
+        There only heads come of ranks with another ``tag``.
         """
         listed = list(rows)
         if self.size == 1 or not (listed or heads is not None):
@@ -217,7 +220,7 @@ class RankGroup:
         if memory is not None:
             before = [] if heads is None else list(enumerate(heads[0].unbind()))
             with self.begin_work(about) as work:
-                work.take(handle := memory.spread_rows([*before, *listed]))
+                work.take(handle := memory.spread_rows([*before, *listed], tag))
             self.phase.sent(handle.nbytes, len(listed) + (heads is not None))
             return [work]
         return self._gather(about, device, [] if heads is None else [heads], listed)
@@ -257,7 +260,7 @@ class RankGroup:
 
     def start_sum(self, tensor: Tensor, about: str = "") -> Pending[Tensor]:
         """Start a sum over all ranks, which is the value; in place if dense."""
-        memory = self._memory_for_sum(tensor)
+        memory = self.shared_memory(tensor.device) if can_sum(tensor) else None
         handle: Any
         with self.begin_work(about, tensor.device if memory is None else None) as work:
             if memory is not None:
@@ -276,15 +279,9 @@ class RankGroup:
 
         return Pending([work], total, [tensor])
 
-    def _memory_for_sum(self, tensor: Tensor) -> OneHost | SeveralHosts | None:
-        return self.shared_memory(tensor.device) if can_sum(tensor) else None
-
     def count_sum(self, tensor: Tensor) -> None:
         """Count a sum over all ranks that the caller starts."""
-        memory = self._memory_for_sum(tensor)
-        if memory is not None:
-            self.phase.sent(memory.sum_nbytes(tensor))
-        elif self.size > 1 and tensor.is_sparse:
+        if self.size > 1 and tensor.is_sparse:
             parts = private.indices(tensor), private.values(tensor)
             self.phase.sent((self.size - 1) * sum(part.nbytes for part in parts))
         elif self.size > 1:

@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from zero_optim.compat.autograd import untraced
 from zero_optim.errors import StalledError
@@ -41,42 +40,20 @@ class Activity:
         self.last = Mark(name, self.counts.get(name, 0), time.monotonic(), is_over=True)
 
 
+@dataclass(frozen=True, slots=True)
 class ActivityScope:
     """A context that names what this process does; untraced, for compiled steps."""
 
-    __slots__ = ("_activity", "_name")
-
-    def __init__(self, activity: Activity, name: str) -> None:
-        self._activity = activity
-        self._name = name
+    activity: Activity
+    name: str
 
     @untraced
     def __enter__(self) -> None:
-        self._activity.begin(self._name)
+        self.activity.begin(self.name)
 
     @untraced
     def __exit__(self, *_: object) -> None:
-        self._activity.end(self._name)
-
-
-class LastStep(NamedTuple):
-    """The last ``step()`` here in a group.
-
-    ``closures``: bits that tell whether it had one, and the step before. ``failure``: what it raised, if no
-    gather tells it.
-    """
-
-    number: int = 0
-    closures: int = 0
-    failure: str = ""
-
-    def had_closure(self, number: int) -> bool | None:
-        """Return whether a step had a closure; None if that is not known."""
-        back = self.number - number
-        return bool(self.closures >> back & 1) if back in (0, 1) else None
-
-
-NO_STEP = LastStep()
+        self.activity.end(self.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,11 +58,9 @@ class ReceiveBuffer:
         return self._memory[:nbytes].view(like.dtype)
 
 
-def start_row_sum(
-    group: RankGroup, lanes: Lanes, flat: Tensor, rows: Slices, into: Tensor | None = None
-) -> Pending[Tensor]:
+def start_row_sum(group: RankGroup, lanes: Lanes, flat: Tensor, rows: Slices) -> Pending[Tensor]:
     """Start `start_in_stages`; the first wait is for all stages."""
-    first, bring = start_in_stages(group, lanes, flat, rows, into)
+    first, bring = start_in_stages(group, lanes, flat, rows)
     return first if bring is None else Pending([first], lambda sums: bring(sums[0]).wait())
 
 
@@ -71,58 +69,55 @@ def start_in_stages(
     lanes: Lanes,
     flat: Tensor,
     rows: Slices,
-    into: Tensor | None = None,
     received: ReceiveBuffer | None = None,
     about: str = "",
 ) -> tuple[Pending[Tensor], Bring | None]:
     """Start a sum of rows; all ranks start sums, and wait for them, in one order.
 
-    ``flat``: the rows, which must not change until the wait. ``into``: where this rank's sum goes, perhaps
-    its row. The value is that sum, or what the second function takes, once: Note [Sums of slices].
+    ``flat``: the rows, which must not change until the wait. The value is the sum of this rank's row, or what
+    the second function takes, once: Note [Sums of slices].
     ``received``: of no other sum that somebody has still to wait for.
     """
     group, own = group.during("reduce"), rows.row(flat)
     lanes = [replace(lanes[0], phase=group.phase), *lanes[1:]]  # it counts for whoever sums
     if group.size == 1:  # nothing is sent, and no handle orders the stream that waits behind this one
         made = AfterEvent(flat.device, recorded_event(flat.device))
-        return Pending([made], lambda _: own if into is None else into.copy_(own), [flat]), None
+        return Pending([made], lambda _: own, [flat]), None
     memory = lanes[0].shared_memory(flat.device)
     if memory is not None:
-        summed = torch.empty_like(own) if into is None else into
+        summed = torch.empty_like(own)
         addends = torch.split(flat[: rows.total], list(rows.rows))
         with lanes[0].begin_work(about) as work:
             work.take(call := memory.sum_rows(addends, summed, _add))
         group.phase.sent(call.nbytes)
         return Pending([work], lambda _: summed, [flat, summed]), None
     if (levels := group.levels(flat.device)) is not None:
-        return _start_by_hosts(group, levels, flat, rows, into, about), None
+        return _start_by_hosts(group, levels, flat, rows, about), None
     parts, tag = (rows.rows, 0) if rows.is_direct else (rows.parts, next_tag(lanes[0]))
     rank, length, stays = group.rank, parts[group.rank], lanes[0].transport(flat.device).sends_pairs
     lengths = [length] * group.size
     if stays:  # this rank's own part
         lengths[rank] = 0
-    total = into if rows.is_direct else None
     came = (received or ReceiveBuffer()).of(sum(lengths) + _WIDTH, flat)
     sent = exchange(lanes, flat[: rows.total], parts, came[:-_WIDTH], lengths, about=about)
 
     def add(_: object) -> Tensor:
         if not stays:
-            return _add_at_once(came, group.size, total)
+            return _add_at_once(came, group.size)
         arrivals = list(torch.split(came[:-_WIDTH], lengths))
         arrivals[rank] = torch.split(flat[: rows.total], list(parts))[rank]
-        return _add(arrivals, rank, flat.new_empty(length) if total is None else total)
+        return _add(arrivals, rank, flat.new_empty(length))
 
     def bring(part: Tensor) -> Pending[Tensor]:
-        row, (in_rows, in_slices) = torch.empty_like(own) if into is None else into, rows.splits
+        row, (in_rows, in_slices) = torch.empty_like(own), rows.splits
         work = exchange(lanes, part, in_rows, row, in_slices, tag, about)
         return Pending([work], lambda _: row, [part, row])
 
-    used = [flat, came] if total is None else [flat, came, total]
-    return Pending([sent], add, used), None if rows.is_direct else bring
+    return Pending([sent], add, [flat, came]), None if rows.is_direct else bring
 
 
 def _start_by_hosts(
-    group: RankGroup, levels: Levels, flat: Tensor, rows: Slices, into: Tensor | None, about: str
+    group: RankGroup, levels: Levels, flat: Tensor, rows: Slices, about: str
 ) -> Pending[Tensor]:
     """Start a sum of rows, inside hosts first: Note [Two levels] in `sending`."""
     inside, across, stripes = levels.inside, levels.across, stripes_of(rows, levels.inside.size)
@@ -137,11 +132,9 @@ def _start_by_hosts(
             nbytes += part.nbytes - total.nbytes
             part = total
         if not stripes.is_direct:
-            total = flat.new_empty(sum(in_slices)) if into is None else into
+            total = flat.new_empty(sum(in_slices))
             start_all_to_all(group, part[: sum(in_rows)], in_rows, total, in_slices).wait()
             nbytes += part.element_size() * (sum(in_rows) - in_rows[group.rank])
-        elif into is not None:
-            total = into.copy_(part)
     group.phase.sent(nbytes, stripes.num_collectives)
     return Pending([work], lambda _: total, [flat, total])
 
@@ -172,7 +165,7 @@ def _added(total: Tensor, others: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _add_at_once(came: Tensor, world: int, total: Tensor | None = None) -> Tensor:
+def _add_at_once(came: Tensor, world: int) -> Tensor:
     """Add rows as `_add`, in as many launches for any number: Note [One launch for all ranks].
 
     ``came``: the rows, and `_WIDTH` elements.
@@ -180,14 +173,13 @@ def _add_at_once(came: Tensor, world: int, total: Tensor | None = None) -> Tenso
     length = (came.numel() - _WIDTH) // world
     if world < 3 or not length or came.dtype not in _IN_BAGS or came.device.type not in ("cpu", "cuda"):
         rows = came[: world * length].view(world, length).unbind()
-        return _add(rows, 0, came.new_empty(length) if total is None else total)
+        return _add(rows, 0, came.new_empty(length))
     width = min(_WIDTH, max(UNIT, 1 << (length // 4).bit_length()))
     step = math.gcd(length, width)
     windows = came.as_strided((world * length // step + 1, width), (step, 1))
     indices, firsts = _bags(world, length, width, came.device, current_stream(came.device))
     bags = embedding_bag(indices, windows, firsts, mode="sum", padding_idx=len(windows) - 1)
-    sums = bags.view(-1)[:length]
-    return sums if total is None else total.copy_(sums)
+    return bags.view(-1)[:length]
 
 
 @lru_cache(64)  # an index for each window of the bucket; of a stream, as others do not wait for it

@@ -113,7 +113,7 @@ def gather_heads(lanes: Lanes, heads: Tensor, about: str) -> list[Waitable]:
     group, device = lanes[0], heads.device
     if group.shared_memory(device) is not None or not group.transport(device).waits_on_host:
         return []
-    return [_spread(lanes, list(enumerate(heads.unbind())), _OF_HEADS, about)]
+    return [spread_rows(lanes, list(enumerate(heads.unbind())), _OF_HEADS, about)]
 
 
 def gather_slices(
@@ -176,25 +176,8 @@ def next_tag(lane: RankGroup) -> int:
     return 1 + next(lane.works.tags) % _PARTS
 
 
-def spread_rows(
-    lanes: Lanes, heads: Sequence[Row], rows: Sequence[Row], tag: int, about: str = ""
-) -> list[Waitable]:
-    """As `RankGroup.broadcast_rows`, among several ranks on gloo, behind a head of each, all of one length.
-
-    The first work brings the heads. Rows whose tags differ, perhaps in length, never meet: that work leaves
-    them out, or no later one ends.
-    """
-    group, device = lanes[0], (*rows, *heads)[0][1].device
-    memory = group.shared_memory(device)
-    if memory is None:
-        return [_spread(lanes, *each, about) for each in ((heads, _OF_HEADS), (rows, tag)) if each[0]]
-    with group.begin_work(about) as work:
-        work.take(call := memory.spread_rows([*heads, *rows], tag))
-    group.phase.sent(call.nbytes, len(rows) + bool(heads))
-    return [work]
-
-
-def _spread(lanes: Lanes, rows: Sequence[Row], tag: int, about: str) -> Waitable:
+def spread_rows(lanes: Lanes, rows: Sequence[Row], tag: int, about: str) -> Waitable:
+    """Start to send owners' rows in pairs; those with other tags, perhaps of other lengths, never meet."""
     group = lanes[0]
     others = [rank for rank in range(group.size) if rank != group.rank]
     sends = [(rank, row) for owner, row in rows if owner == group.rank for rank in others]

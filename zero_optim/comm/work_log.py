@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from zero_optim.comm.backends import aborts_of
-from zero_optim.comm.records import NO_STEP, Activity, LastStep, Verdict
+from zero_optim.comm.records import Activity, Verdict
 from zero_optim.comm.unended import Paired, keep_for_ever, wait_and_poll
 from zero_optim.compat.autograd import untraced
 from zero_optim.compat.threads import start_thread_or_run
@@ -68,7 +68,7 @@ class GroupWorks:
         self.apart = 0
         self.outstanding: Work | None = None
         self.pending = set["Work"]()
-        self._drops_from = _FEW
+        self.drops_from = _FEW
         self.group = weakref.ref(process_group, self._let_go)
         self.memory: OneHost | SeveralHosts | None = None  # that the ranks share
         self.why_no_memory: str | None = None
@@ -89,7 +89,6 @@ class GroupWorks:
         memory, self.memory = self.memory, None
         if memory is not None:
             memory.release()
-            self._drops_from = 0
             self.drop_ended()  # calls through it keep it
 
     @property
@@ -103,31 +102,23 @@ class GroupWorks:
         return self.log.wholes.get(self.ranks, self.ranks)
 
     @property
-    def step(self) -> LastStep:
-        """The last step of an optimizer of these ranks, or of its mesh."""
-        return self.log.steps.get(self.whole, NO_STEP)
-
-    @untraced
-    def begin_step(self, *, has_closure: bool) -> None:
-        """Record a step."""
-        steps, whole = self.log.steps, self.whole
-        last = steps.get(whole, NO_STEP)
-        steps[whole] = LastStep(last.number + 1, (last.closures << 1 | has_closure) & 3)
+    def failure(self) -> str:
+        """What the last step of these ranks, or of their mesh, raised here, if no gather tells it."""
+        return self.log.failures.get(self.whole, "")
 
     @untraced
     def note_failure(self, failure: str) -> None:
         """Record what the last step raised; an empty text if nothing, or if the ranks will hear of it."""
-        if self.step.failure != failure:
-            self.log.steps[self.whole] = self.step._replace(failure=failure)
+        whole = self.log.wholes.get(self.ranks, self.ranks)
+        if self.log.failures.get(whole, "") != failure:
+            self.log.failures[whole] = failure
 
     def drop_ended(self) -> None:
-        """Drop works that have ended, which nobody may ever wait for; looks when their number has doubled."""
-        if len(self.pending) < self._drops_from:
-            return
+        """Drop works that have ended, which nobody may ever wait for, when their number has doubled."""
         for work in list(self.pending) if self.verdict is None and not self.has_failed else ():
             if work.waiting_since is None and work.handles and work.is_completed():
                 self.pending.discard(work)
-        self._drops_from = max(_FEW, 2 * len(self.pending))
+        self.drops_from = max(_FEW, 2 * len(self.pending))
 
     def cut(self) -> None:
         """Break the group's connections, on any thread: Note [Waits that end]."""
@@ -178,7 +169,7 @@ class WorkLog:
     """The works of this process, as long as the default group lives.
 
     ``groups``: by id; other threads add to it. ``verdicts``: by the ranks of a group given up. ``wholes``:
-    ranks of a part of a mesh -> all its ranks, which share a verdict. ``steps``: by those ranks.
+    ranks of a part of a mesh -> all its ranks, which share a verdict. ``failures``: of steps, by those ranks.
     ``explain``: returns the exception for a backend's error; None if its own message is best.
     """
 
@@ -186,7 +177,7 @@ class WorkLog:
     groups: dict[int, GroupWorks] = field(default_factory=dict)
     verdicts: dict[tuple[int, ...], Verdict] = field(default_factory=dict)
     wholes: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
-    steps: dict[tuple[int, ...], LastStep] = field(default_factory=dict)
+    failures: dict[tuple[int, ...], str] = field(default_factory=dict)
     shares_memory: bool = True
     explain: Callable[["Work", RuntimeError], Exception | None] = explain_nothing
 
@@ -245,10 +236,3 @@ def log_of(world: dist.ProcessGroup) -> WorkLog:
             for works in list(log.groups.values()):
                 works.let_memory_go()
     return _LOGS.setdefault(world, WorkLog())
-
-
-def noted_of(group: dist.ProcessGroup) -> GroupWorks | None:
-    """Return the works of a group, if recorded."""
-    world = dist.group.WORLD
-    known = None if world is None else log_of(world).groups.get(id(group))
-    return known if known is not None and known.group() is group else None

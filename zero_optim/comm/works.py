@@ -84,7 +84,7 @@ class Work:
     def __enter__(self) -> "Work":
         self.waiting_since = time.monotonic()
         self._ends = bool(self.handles)
-        if not self._ends:
+        if not self._ends and len(self.group.pending) >= self.group.drops_from:
             self.group.drop_ended()
         self.group.pending.add(self)
         if is_profiling():
@@ -164,12 +164,3 @@ class Work:
             except Exception as error:  # noqa: BLE001 - returned, not raised
                 return error.with_traceback(None)
         return None
-
-
-def explained(works: GroupWorks | None, error: RuntimeError) -> Exception | None:
-    """Explain a failed future of the backend; None if its own message is best. May take seconds."""
-    if works is None:
-        return None
-    if works.verdict is not None:
-        return works.verdict.error()
-    return works.log.explain(Work(works, Phase(name="reduce")), error)

@@ -91,14 +91,6 @@ def in_distributed_autograd() -> bool:
     return True
 
 
-def runs_distributed_backward() -> bool:
-    """Return whether any thread of this process runs a ``torch.distributed.autograd`` backward pass."""
-    if not _has_rpc_agent():
-        return False
-    debug_info: Any = private.or_none("get_debug_info") or dict
-    return int(debug_info().get("num_current_backward_passes", 0)) > 0
-
-
 # `torch.compiler.disable` does the same, but imports the compiler at once, which takes longer than the rest.
 _disable: Any = private.or_none("disable_dynamo") or torch.compiler.disable
 

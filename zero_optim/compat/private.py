@@ -6,7 +6,7 @@ Note [Private names]
     object first. Names of `INHERITED` are used on objects directly, after `require`.
 """
 
-from inspect import getattr_static, isclass, isdatadescriptor, signature, unwrap
+from inspect import getattr_static, isclass, isdatadescriptor, unwrap
 from operator import attrgetter
 from pkgutil import resolve_name
 from typing import Any
@@ -73,7 +73,6 @@ NAMES: dict[str, tuple[str, ...]] = {
 OPTIONAL = (  # the library does without them
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._distributed_autograd._current_context",
-    "torch._C._distributed_autograd._get_debug_info",
     "torch._C._distributed_rpc._is_current_rpc_agent_set",
     "torch._C._storage_Use_Count",
     "torch._compile._disable_dynamo",
@@ -123,16 +122,6 @@ INHERITED: dict[str, tuple[str, ...]] = {
         )
     ),
 }
-# Of functions that are called with keywords: a name may stay and mean something else.
-_ARGUMENTS: dict[str, tuple[str, ...]] = {
-    f"{_C10D}._new_process_group_helper": (
-        *("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name"),
-        *("backend_options", "timeout", "device_id", "group_desc"),
-    ),
-    f"{_DDP}._sync_module_states": (
-        *("module", "process_group", "broadcast_bucket_size", "src", "params_and_buffers_to_ignore"),
-    ),
-}
 
 
 def _alias(path: str) -> str:
@@ -173,10 +162,6 @@ def _look_up(feature: str, path: str) -> Any:  # noqa: ANN401
     owner_path, _, name = path.rpartition(".")
     owner = resolve_name(owner_path)
     value: Any = getattr(owner, name, None)
-    if path in _ARGUMENTS:
-        missing = [each for each in _ARGUMENTS[path] if each not in signature(value).parameters]
-        if missing:
-            raise _lacks(feature, ", ".join(f"{name}({each}=)" for each in missing))
     if not isclass(owner) or isclass(value) or isinstance(getattr_static(owner, name, None), staticmethod):
         return value
     if callable(value):  # a subclass may have its own

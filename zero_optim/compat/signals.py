@@ -12,13 +12,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from functools import wraps
 from importlib import import_module
-from typing import Any, Final, ParamSpec, TypeVar
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from typing import Any, Final
 
 # Without the enums of the module `signal`, which takes 25 µs for all signals; this takes 1 µs.
 _c_module: Any = import_module("_signal")
@@ -68,17 +63,6 @@ class HandlersLater:
             self._handlers[number](number, frame)
         else:
             self._numbers.append(number)
-
-
-def handlers_later(function: Callable[P, T]) -> Callable[P, T]:
-    """Call a function in `HandlersLater`."""
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        with HandlersLater():
-            return function(*args, **kwargs)
-
-    return call
 
 
 def wait_for(event: threading.Event, seconds: float = math.inf) -> bool:

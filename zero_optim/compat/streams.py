@@ -14,7 +14,7 @@ Note [Asked by another thread]
 import ctypes
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -54,41 +54,13 @@ def _harmless_to_captures() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """The streams of a device type; ``module`` is PyTorch's, such as ``torch.cuda``."""
+    """A device type with streams; ``module`` is PyTorch's, such as ``torch.cuda``."""
 
     module: Any
 
-    def current_stream(self, device: torch.device) -> Stream:
-        """Return this thread's current stream on a device."""
-        return self.module.current_stream(device)
-
-    @contextmanager
-    def asking(self, device: torch.device) -> Iterator[None]:
-        """Use a device on this thread for queries; see Note [Asked by another thread]."""
-        with _harmless_to_captures(), self.module.device(device):
-            yield
-
-    def new_stream(self, device: torch.device) -> Stream:
-        """Return a new stream."""
-        return self.module.Stream(device=device)
-
-    @contextmanager
-    def using(self, stream: Stream) -> Iterator[None]:
-        """Use a stream and its device on this thread in the body."""
-        # The device first: on a thread that has none yet, PyTorch's stream context returns to device 0 when
-        # it ends, and makes a context there, of half a GB. Its device context does not.
-        with self.module.device(stream.device), self.module.stream(stream):
-            yield
-
-    def recorded_event(self, device: torch.device) -> Event:
-        """Record an event on the current stream."""
-        event = self.module.Event()
-        event.record(self.current_stream(device))
-        return event
-
     def record_use(self, tensor: Tensor) -> None:
         """Keep a tensor's memory until the current stream has done its present work."""
-        tensor.record_stream(self.current_stream(tensor.device))
+        tensor.record_stream(self.module.current_stream(tensor.device))
 
     def host_tensor(self, like: Tensor) -> Tensor:
         """Allocate a pinned host tensor, for copies beside the CPU."""
@@ -104,7 +76,7 @@ class Accelerator:
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """Return the streams of a device; None for a device without streams."""
+    """Return what a device with streams has; None for a device without."""
     return None if device.type in ("cpu", "meta") else _accelerator_of(device)
 
 
@@ -129,13 +101,18 @@ def is_asynchronous(device: torch.device) -> bool:
 def current_stream(device: torch.device) -> Stream | None:
     """Return this thread's current stream on a device; None without streams."""
     accelerator = accelerator_of(device)
-    return None if accelerator is None else accelerator.current_stream(device)
+    return None if accelerator is None else accelerator.module.current_stream(device)
 
 
-def asking(device: torch.device) -> AbstractContextManager[None]:
+@contextmanager
+def asking(device: torch.device) -> Iterator[None]:
     """Let a thread that uses no device query one; does nothing without streams."""
     accelerator = accelerator_of(device)
-    return nullcontext() if accelerator is None else accelerator.asking(device)
+    if accelerator is None:
+        yield
+        return
+    with _harmless_to_captures(), accelerator.module.device(device):
+        yield
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -144,16 +121,27 @@ def is_capturing(device: torch.device) -> bool:
     return accelerator is not None and bool(getattr(accelerator.module, _IS_CAPTURING, bool)())
 
 
-def using_stream(device: torch.device, stream: Stream | None) -> AbstractContextManager[Any]:
+@contextmanager
+def using_stream(device: torch.device, stream: Stream | None) -> Iterator[None]:
     """Use a stream and its device on this thread; does nothing for None."""
     accelerator = accelerator_of(device)
-    return nullcontext() if accelerator is None or stream is None else accelerator.using(stream)
+    if accelerator is None or stream is None:
+        yield
+        return
+    # The device first: on a thread that has none yet, PyTorch's stream context returns to device 0 when it
+    # ends, and makes a context there, of half a GB. Its device context does not.
+    with accelerator.module.device(stream.device), accelerator.module.stream(stream):
+        yield
 
 
 def recorded_event(device: torch.device) -> Event | None:
     """Record an event on the current stream; None without streams."""
     accelerator = accelerator_of(device)
-    return None if accelerator is None else accelerator.recorded_event(device)
+    if accelerator is None:
+        return None
+    event = accelerator.module.Event()
+    event.record(accelerator.module.current_stream(device))
+    return event
 
 
 def wait_for_event(device: torch.device, event: Event | None) -> None:
@@ -283,7 +271,7 @@ class StreamBeside:
         """Use it and its device on this thread; does nothing without streams."""
         if device not in self._streams:
             accelerator = accelerator_of(device)
-            self._streams[device] = None if accelerator is None else accelerator.new_stream(device)
+            self._streams[device] = None if accelerator is None else accelerator.module.Stream(device=device)
         return using_stream(device, self._streams[device])
 
     @contextmanager

@@ -21,7 +21,7 @@ from zero_optim.compat import private
 from zero_optim.compat.streams import HostCopy, to_device
 from zero_optim.dtensor.placement import shape_here, spans
 from zero_optim.flow.pending import Pending, Waitable
-from zero_optim.health.stamp import STAMP_NBYTES, Arrival, Header
+from zero_optim.health.stamp import STAMP_NBYTES, Header
 
 _ALIGNMENT = 16  # bytes, which are a multiple of every dtype's
 Whole: TypeAlias = dict[int, Tensor]  # what this rank owns, by number
@@ -115,7 +115,7 @@ class RowMoves:
         def end(_: object) -> None:
             _copy([rows[i] for of_rank in self._owned for i in of_rank], came.parts)
             if header is not None:
-                header.take(Arrival(torch.stack(came.heads), header.mine))
+                header.read(torch.stack(came.heads))
 
         work = self._exchange(group, sent, came, "rows for their holders")
         return Pending([work], end, [sent.flat, came.flat])

@@ -26,7 +26,6 @@ _IS_UNCLAIMED = attrgetter("work.is_unclaimed")
 @dataclass(slots=True, eq=False)
 class _Entry:
     work: Pending[Any]
-    size: float
     keys: frozenset[Hashable]
     device: torch.device | None
     is_behind: bool
@@ -34,7 +33,7 @@ class _Entry:
 
 
 class Flow:
-    """Work under way, in the order of its start; the sum of its sizes is at most ``most``.
+    """Works under way, in the order of their start; at most so many, ``most``.
 
     On an accelerator work stays until it is over, as each stream that reads must wait; so does work that
     failed, and each wait raises that, until `abandon`. Two threads may use a flow. With ``streams`` an extra
@@ -49,7 +48,7 @@ class Flow:
         streams: StreamBeside | None = None,
         thread: "Worker | None" = None,
     ) -> None:
-        self._most, self._size = most, 0.0  # of the work under way
+        self._most = most
         self._streams = streams
         self._is_apart = False  # something waits on extra streams that the current one has not waited for
         self._thread = thread
@@ -72,15 +71,14 @@ class Flow:
     def start(
         self,
         begin: Callable[[], Pending[Any]],
-        size: float = 1,
         keys: Iterable[Hashable] = (),
         device: torch.device | None = None,  # of the work, which has a stream there, with ``streams``
         *,
         is_behind: bool = False,  # ``begin`` lets the work wait for what it reads: `finish_first` need not
     ) -> None:
-        """Start work when it fits beside the rest. ``keys`` are what `wait_for` will ask for."""
+        """Start work when there are less than ``most``. ``keys`` are what `wait_for` will ask for."""
         with self._lock:
-            while self._entries and self._size + size > self._most:
+            while self._entries and len(self._entries) >= self._most:
                 self.finish_first()
         end: threading.Event | None = None
         if self._thread is None:
@@ -92,8 +90,7 @@ class Flow:
             device = None
         self._is_apart |= device is not None
         with self._lock:
-            self._size += size
-            self._entries.append(_Entry(work, size, frozenset(keys), device, is_behind, end))
+            self._entries.append(_Entry(work, frozenset(keys), device, is_behind, end))
 
     def finish_first(self) -> None:
         """Wait for the oldest work."""
@@ -127,7 +124,6 @@ class Flow:
         """Drop all work; the backend keeps its memory until it is done."""
         with self._lock:
             self._entries.clear()
-            self._size = 0.0
 
     def _wait(self, entry: _Entry, *, in_turn: bool = False) -> None:
         """Wait with the extra stream, if any, behind the current one, or ``in_turn`` of later work."""
@@ -146,7 +142,6 @@ class Flow:
     def _drop(self, entry: _Entry) -> None:
         with suppress(ValueError):  # what came of it has waited in its place
             self._entries.remove(entry)
-            self._size -= entry.size
 
 
 _Job: TypeAlias = tuple[Pending[Any], threading.Event]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_optim.comm.frames import differences, ranks_by_value, ranks_text
-from zero_optim.comm.records import NO_STEP, OVERLAPPED_STEP, LastStep, Verdict
+from zero_optim.comm.records import OVERLAPPED_STEP, Verdict
 from zero_optim.comm.work_log import WorkLog
 from zero_optim.comm.works import Work
 from zero_optim.health.peers import Presence
@@ -29,7 +29,7 @@ class Status:
     verdict: Sequence[Any] | None = None  # see `verdict_to_json`
     stuck: float = 0.0  # seconds of the longest wait for the ranks that ask
     ago: float = 0.0  # seconds since `last`
-    step: LastStep = NO_STEP  # for the ranks that ask
+    failure: str = ""  # of the last step of the ranks that ask, if no gather tells it
 
     @classmethod
     def of(cls, ranks: tuple[int, ...], waits: Iterable[Work], log: WorkLog) -> "Status":
@@ -46,7 +46,7 @@ class Status:
             verdict_to_json(log.verdicts.get(ranks)),
             max(stuck, default=0.0),
             0.0 if last is None else now - last.time,
-            log.steps.get(ranks, NO_STEP),
+            log.failures.get(ranks, ""),
         )
 
 
@@ -56,7 +56,7 @@ def verdict_to_json(verdict: Verdict | None) -> Sequence[Any] | None:
 
 
 Reports = Mapping[int, Status | Presence]  # by group rank
-_GONE = (Presence.ENDED, Presence.LEFT, Presence.NEVER)
+_GONE = (Presence.ENDED, Presence.NEVER)
 _UNASKED = (Presence.UNCONNECTED, Presence.UNKNOWN)
 _NAMED = 16  # missing ranks, each of which is described by itself
 _LONGEST = 2000  # characters of a verdict
@@ -85,12 +85,9 @@ def wait_for_each_other(reports: Reports, seconds: float) -> bool:
 
 
 def are_parted(mine: Status, theirs: Status) -> bool:
-    """Return whether two ranks will not meet after their last steps; False while that is not sure."""
-    number = mine.step.number
-    if theirs.step.had_closure(number) not in (None, mine.step.had_closure(number)):
-        return True  # without a gather in step() theirs may be in the next one
+    """Return whether another rank will wait in vain, as a step raised here; False while that is not sure."""
     is_ahead = any(mine.counts.get(name, 0) < count for name, count in theirs.open[:1])
-    return bool(mine.step.failure) > bool(theirs.step.failure) and is_ahead and theirs.stuck >= _GOES_ON
+    return bool(mine.failure) > bool(theirs.failure) and is_ahead and theirs.stuck >= _GOES_ON
 
 
 def judge(reports: Reports, own: int, seconds: float | None, broken: str = "") -> Verdict:
@@ -99,7 +96,8 @@ def judge(reports: Reports, own: int, seconds: float | None, broken: str = "") -
     assert isinstance(mine, Status)  # it can always be asked
     call = mine.open[0] if mine.open else None
     ended = ended_ranks(reports)  # if there are some, nobody else is to blame
-    texts = _last_steps(reports)
+    failed = {rank: what.failure for rank, what in sorted(reports.items()) if isinstance(what, Status)}
+    texts = [f"rank {rank} failed with {failure}" for rank, failure in failed.items() if failure]
     if broken:
         texts.insert(0, f"a connection of rank {own} broke ({broken})")
     waits: dict[int, str] = {}
@@ -138,20 +136,6 @@ def _described(missing: Reports, call: tuple[str, int] | None) -> list[str]:
     if is_short:
         return [f"rank {rank} {text}" for rank, text in texts.items()]
     return [f"each of {ranks_text(ranks)} {text}" for text, ranks in ranks_by_value(texts).items()]
-
-
-def _last_steps(reports: Reports) -> list[str]:
-    """Describe steps that raised, and a step that only some ranks took with a closure."""
-    steps = {rank: what.step for rank, what in sorted(reports.items()) if isinstance(what, Status)}
-    texts = [f"rank {rank} failed with {step.failure}" for rank, step in steps.items() if step.failure]
-    number = min(step.number for step in steps.values())
-    having = ranks_by_value({rank: step.had_closure(number) for rank, step in steps.items()})
-    if True in having and False in having:
-        those, others = ranks_text(having[True]), ranks_text(having[False])
-        texts.append(
-            f"{those} called step() with a closure, and {others} without one: give it on all ranks or on none"
-        )
-    return texts
 
 
 def _irregular(reports: Reports) -> list[str]:

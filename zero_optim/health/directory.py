@@ -23,9 +23,8 @@ from zero_optim.health.peers import (
     has_second_line,
     in_threads,
 )
-from zero_optim.health.tree import FAN, Message, Range, cut, from_groups, to_runs
+from zero_optim.health.tree import FAN, Message, cut, from_groups, to_runs
 
-_LEFT = "left"  # in the store, in the place of an address
 _WITH_A_PAST = (
     "the store of the process group has addresses of processes that have ended: this job was started again "
     "on the same store. gloo may connect to them, and then fails, or waits until its timeout: set "
@@ -62,13 +61,6 @@ class Directory:
         self._addresses[self.rank] = address
         store.set(key, json.dumps(address))
 
-    def leave(self) -> None:
-        """Record that this rank has ended well."""
-        with suppress(RuntimeError, ValueError):  # the store is gone, and so is whoever would ask
-            store = default_store()
-            if self.is_current():  # asked second: the store is not that of a default group made since
-                store.set(_key(self.rank), _LEFT)
-
     def learn(self, ranks: Sequence[int]) -> None:
         """Read the ranks' addresses early: the store may end first. Waits for all ranks."""
         unknown = [rank for rank in ranks if rank not in self._addresses or rank in self._unsure]
@@ -76,7 +68,7 @@ class Directory:
         if unknown:
             entries = default_store().multi_get([_key(rank) for rank in unknown])
             for rank, entry in zip(unknown, entries, strict=True):
-                self._note(rank, entry.decode())
+                self._addresses[rank] = Address(*json.loads(entry))
 
     def ask_all(
         self, ranks: Sequence[int], question: Message, stop: int | None = None
@@ -85,30 +77,24 @@ class Directory:
         me = ranks.index(self.rank)
         others = len(ranks) - 1
         ranges = cut(me + 1, stop) if stop else cut(0, me, others) + cut(me + 1, len(ranks), others)
-        answers = self._ask_ranges(ranks, question, ranges)
-        failed = [
-            place for place, answer in answers.items() if answer in (Presence.UNCONNECTED, Presence.UNKNOWN)
-        ]
-        if len(ranks) > FAN and stop is None and len(failed) <= FAN:  # a rank that asked it may be to blame
-            answers |= self.ask_places(ranks, failed, question)
-        return answers
-
-    def _ask_ranges(
-        self, ranks: Sequence[int], question: Message, ranges: list[Range]
-    ) -> dict[int, Message | Presence]:
         answers: dict[int, Message | Presence] = {}
         while ranges:
             several = [each for each in ranges if each[1] - each[0] > 1]
             answers |= self.ask_places(ranks, [first for first, _ in ranges], question, dict(several))
             ranges = []
-            for first, stop in several:
+            for first, end in several:
                 answer = answers[first]
                 groups = answer.pop("answers", None) if isinstance(answer, dict) else None
                 if groups is None:
-                    ranges += cut(first + 1, stop)
+                    ranges += cut(first + 1, end)
                 else:
                     for place, said in from_groups(groups).items():
                         answers[place] = Presence[said] if isinstance(said, str) else said
+        failed = [
+            place for place, answer in answers.items() if answer in (Presence.UNCONNECTED, Presence.UNKNOWN)
+        ]
+        if len(ranks) > FAN and stop is None and len(failed) <= FAN:  # a rank that asked it may be to blame
+            answers |= self.ask_places(ranks, failed, question)
         return answers
 
     def ask_places(
@@ -123,7 +109,7 @@ class Directory:
         questions = {place: dict(of_group) for place in places}
         for place, stop in (stops or {}).items():
             questions[place]["stop"] = stop
-        calls = {place: partial(self._ask_surely, ranks[place], each) for place, each in questions.items()}
+        calls = {place: partial(self._ask, ranks[place], each) for place, each in questions.items()}
         limit = 3 * ANSWER_LIMIT + LONGEST_SEARCH * any(map(has_second_line, questions.values()))
         answers = in_threads(calls, limit * -(-len(calls) // FAN))
         return {place: answers.get(place, Presence.UNKNOWN) for place in calls}
@@ -133,38 +119,25 @@ class Directory:
         if self.rank in self._addresses:
             ask(self._addresses[self.rank], {"ranks": []}, 5 * ANSWER_LIMIT)
 
-    def _ask_surely(self, rank: int, question: Message) -> Message | Presence:
-        """Ask a rank; it is absent if the process that has ended may be a former one."""
-        answer = self._ask(rank, question)
-        is_gone = answer in (Presence.ENDED, Presence.LEFT)
-        return Presence.ABSENT if is_gone and rank in self._unsure else answer
-
     def _ask(self, rank: int, question: Message) -> Message | Presence:
-        if rank not in self._addresses and (absence := self._look_up(rank)) is not None:
-            return absence
+        """Ask a rank; it is absent if the process that has ended may be a former one."""
+        if rank not in self._addresses and not self._look_up(rank):
+            return Presence.ABSENT
         address = self._addresses[rank]
         answer = ask(address, question)
-        if answer is not Presence.ENDED or "verdict" in question:  # not why: the store may be stopped
-            return answer
-        with suppress(RuntimeError, ValueError):  # the store may be gone as well
-            if self._look_up(rank) is Presence.LEFT:
-                return Presence.LEFT
-            if self._addresses[rank] != address:  # it has begun to listen again
-                return ask(self._addresses[rank], question)
-        return Presence.ENDED
+        if answer is Presence.ENDED and "verdict" not in question:  # then not why: the store may be stopped
+            with suppress(RuntimeError, ValueError):  # the store may be gone as well
+                if self._look_up(rank) and self._addresses[rank] != address:  # it has begun to listen again
+                    answer = ask(self._addresses[rank], question)
+        return Presence.ABSENT if answer is Presence.ENDED and rank in self._unsure else answer
 
-    def _look_up(self, rank: int) -> Presence | None:
-        """Read an address from the store; returns why there is none."""
+    def _look_up(self, rank: int) -> bool:
+        """Read an address from the store; returns whether there is one."""
         store = default_store()
         if not store.check([_key(rank)]):
-            return Presence.ABSENT
-        return self._note(rank, store.get(_key(rank)).decode())
-
-    def _note(self, rank: int, entry: str) -> Presence | None:
-        if entry == _LEFT:
-            return Presence.LEFT
-        self._addresses[rank] = Address(*json.loads(entry))
-        return None
+            return False
+        self._addresses[rank] = Address(*json.loads(store.get(_key(rank))))
+        return True
 
 
 def _key(rank: int) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from enum import Enum
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 from zero_optim.compat.threads import start_thread_or_run
 from zero_optim.health.tree import FAN, Message
@@ -39,8 +39,7 @@ _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)  # take
 class Presence(Enum):
     """What is known of a process that does not answer."""
 
-    ENDED = "has ended: nothing listens at its address any more"
-    LEFT = "has dropped its optimizers, or has exited"
+    ENDED = "has ended, or has dropped its optimizers: nothing listens at its address any more"
     NEVER = "has ended, and had built no optimizer and no DDP of zero_optim"
     SILENT = "does not answer: its process is stopped, its host too busy, or the link to it cut"
     UNCONNECTED = (
@@ -68,26 +67,20 @@ class Listener:
         self.socket = socket.create_server((host, 0), family=family, backlog=1024)
         self.socket.setblocking(False)
         self._asking: dict[socket.socket, bytearray] = {}  # connections, and what has come of each question
-        self._receiver, self._sender = socket.socketpair()  # for `wake`
-        for end in (self._receiver, self._sender):
-            end.setblocking(False)
         port = self.socket.getsockname()[1]
         self.address = Address(host, port, secrets.token_hex(16), socket.gethostname())
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a question, a `wake`, or some seconds; True for a question."""
+        """Wait for a question, or some seconds; True for a question, or after `stop`."""
         with _Selector() as selector:
-            for each in (self.socket, self._receiver, *self._asking):
+            for each in (self.socket, *self._asking):
                 selector.register(each, selectors.EVENT_READ)
-            ready = {key.fileobj for key, _ in selector.select(seconds)}
-        if self._receiver in ready:
-            self._receiver.recv(4096)
-        return bool(ready - {self._receiver})
+            return bool(selector.select(seconds))
 
-    def wake(self) -> None:
-        """End a `wait`, from any thread, also during garbage collection."""
-        with suppress(OSError):  # it has ended, or has been woken often enough
-            self._sender.send(b"\0")
+    def stop(self) -> None:
+        """Take no more questions, and end a `wait`, from any thread."""
+        with suppress(OSError):  # it is closed, or this system refuses; then the wait ends by itself
+            self.socket.shutdown(socket.SHUT_RDWR)
 
     def answer(self, answer: Answer) -> None:
         """Answer the questions that have come; does not wait for those that have not come whole."""
@@ -133,7 +126,7 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening."""
-        for each in (self.socket, self._receiver, self._sender, *self._asking):
+        for each in (self.socket, *self._asking):
             each.close()
 
 
@@ -157,10 +150,16 @@ def ask(address: Address, question: Message, patience: float = ANSWER_LIMIT) -> 
     is_connected = False
     try:
         try:
-            with _connected(address) as connection:
+            with _connected(address) as connection, connection.makefile("rb") as lines:
                 is_connected = True
                 connection.sendall(_line({**question, "token": address.token}))
-                return _read_answer(connection, question, patience)
+                connection.settimeout(patience)
+                answer = _read(lines)
+                if has_second_line(question):
+                    connection.settimeout(LONGEST_SEARCH)
+                    with suppress(OSError, ValueError, EOFError):
+                        answer |= _read(lines)
+                return answer
         except (ConnectionResetError, BrokenPipeError, EOFError):  # closed, and perhaps the process lives
             _connected(address).close()
             return Presence.SILENT
@@ -170,15 +169,6 @@ def ask(address: Address, question: Message, patience: float = ANSWER_LIMIT) -> 
         return Presence.ENDED
     except (OSError, ValueError) as error:
         return Presence.CUT_OFF if getattr(error, "errno", None) in _NO_WAY else Presence.UNKNOWN
-
-
-def _read_answer(connection: socket.socket, question: Message, patience: float) -> Message:
-    content = bytearray()
-    answer = _read(connection, content, patience)
-    if has_second_line(question):
-        with suppress(OSError, ValueError, EOFError):
-            answer |= _read(connection, content, LONGEST_SEARCH)
-    return answer
 
 
 def _connected(address: Address) -> socket.socket:
@@ -224,29 +214,15 @@ def _line(message: Message) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def _read(connection: socket.socket, content: bytearray, limit: float) -> Message:
-    """Read a line within ``limit`` seconds, or raise; ``content``: what came, less the lines read."""
-    deadline = time.monotonic() + limit
-    while b"\n" not in content:
-        connection.settimeout(max(deadline - time.monotonic(), 0.001))  # 0 would be another error
-        piece = connection.recv(65536)
-        if not piece:
-            raise EOFError("no whole line came")
-        content += piece
-        if len(content) > _LONGEST:
-            raise ValueError(f"a line of more than {_LONGEST} bytes")
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no whole line came in {limit} s")
-    line, _, rest = content.partition(b"\n")
-    content[:] = rest
+def _read(lines: BinaryIO) -> Message:
+    line = lines.readline(_LONGEST)
+    if not line.endswith(b"\n"):
+        raise EOFError("no whole line came")
     return _message(line)
 
 
-def _message(content: bytearray) -> Message:
-    try:
-        message = json.loads(content)
-    except RecursionError as error:  # brackets in brackets, from somebody who is none of ours
-        raise ValueError("a line of too many brackets") from error
+def _message(content: bytes | bytearray) -> Message:
+    message = json.loads(content)
     if not isinstance(message, dict):
-        raise ValueError(f"expected an object, got {type(message).__name__}")  # noqa: TRY004 - see above
+        raise ValueError(f"expected an object, got {type(message).__name__}")  # noqa: TRY004 - as json.loads
     return message

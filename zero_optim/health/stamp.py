@@ -83,6 +83,10 @@ class Header(NamedTuple):
     take: Callable[[Arrival], None]
     row: Tensor | None = None  # ``mine`` on a device, where it is there already
 
+    def read(self, rows: Tensor, _: object = None) -> None:
+        """Take the stamps of all ranks, which have come."""
+        self.take(Arrival(rows, self.mine))
+
     def written(self, size: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return a row for each rank, and this rank's, which is written."""
         rows = torch.empty(size, len(self.mine), dtype=torch.uint8, device=device)

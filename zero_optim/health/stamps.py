@@ -94,7 +94,10 @@ class _Step:
 
     def read_uniform(self, read: Read) -> bool:
         """Wait with ``read``; return whether nothing failed here, and all stamps are this rank's."""
-        return self.failure is None and all(arrival.read_uniform(read) for arrival in self.arrivals)
+        for arrival in self.arrivals if self.failure is None else ():
+            if not arrival.read_uniform(read):
+                return False
+        return self.failure is None
 
     def read_stamps(self, read: Read) -> dict[int, Stamp]:
         """Return each rank's last stamp, or one with a failure; ``read`` waits."""
@@ -128,7 +131,7 @@ class Stamps:
     def __reduce__(self) -> "tuple[type[Stamps], tuple[Collection[str]]]":
         return Stamps, (self._own_options,)
 
-    def begin(self, groups: Sequence[ParamGroup], call: Call) -> Header | None:
+    def begin(self, groups: Sequence[ParamGroup], call: Call) -> Header:
         """Begin a call before its gathers, and return its `header`; all ranks call, with all groups."""
         left_out: Collection[OptionKey] = self._left_out
         if self._own_options:
@@ -146,7 +149,7 @@ class Stamps:
         if call.failure is not None:
             self._step.fail(call.failure)
         self._unread.append(self._step)
-        return self.header()
+        return Header(self._step.octets(), self._step.arrivals.append)
 
     def send_sample(self, sampled: Sampled) -> None:
         """Compare elements of gradients in the next call."""

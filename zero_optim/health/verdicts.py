@@ -7,9 +7,8 @@ Note [Giving up together]
     tree (Note [Asked in a tree] in `health.tree`). Each rank passes it on and breaks its connections: waits
     raise, and no work begins.
 
-    A rank whose step raised where no gather tells the others, and one that waits after a step with a closure,
-    ask a rank beside them. Ranks that wait for each other, each for another thing, give up after that limit
-    of `Phase.limits`.
+    A rank whose step raised where no gather tells the others asks a rank beside it. Ranks that wait for each
+    other, each for another thing, give up after that limit of `Phase.limits`.
 """
 
 import logging
@@ -23,7 +22,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from zero_optim.comm.backends import late_or_closed
-from zero_optim.comm.records import LastStep, Verdict
+from zero_optim.comm.records import Verdict
 from zero_optim.comm.traffic import LONG, Phase
 from zero_optim.comm.work_log import GroupWorks, WorkLog
 from zero_optim.comm.works import Work
@@ -77,7 +76,6 @@ class Verdicts:
         self.exits = False
         self.log = log
         self._directory = directory
-        self._asking: set[tuple[int, ...]] = set()
         self._telling: set[tuple[int, ...]] = set()  # the verdict to ranks below this one in the tree
         self._complaints: dict[tuple[tuple[int, ...], str], threading.Event] = {}  # by ranks and kind
 
@@ -89,8 +87,6 @@ class Verdicts:
         if seconds >= work.timeout:
             self._complain_beside(works, self._complaint("late", work, seconds))
             return
-        if works.step.closures and seconds >= ANSWER_LIMIT:
-            self.look_at_step(works)
         long, kind = _long(work)
         if seconds >= long and not work.is_warned:
             work.is_warned = True
@@ -98,26 +94,21 @@ class Verdicts:
 
     def has_failure(self) -> bool:
         """Return whether a step here raised, and other ranks have not heard of it."""
-        steps = list(self.log.steps.items())
-        return any(step.failure and ranks not in self.log.verdicts for ranks, step in steps)
+        failures = list(self.log.failures.items())
+        return any(failure and ranks not in self.log.verdicts for ranks, failure in failures)
 
-    def look_at_step(self, works: GroupWorks) -> None:
-        """Give up if the ranks' last steps let them not meet any more, as a rank beside this one shows."""
-        if works.verdict is None and works.whole not in self._asking:
-            self._asking.add(works.whole)
+    def look_at_failed_step(self, works: GroupWorks) -> None:
+        """Give up if ranks wait in vain after a step that raised here, as a rank beside this one shows."""
+        if works.verdict is None:
             _beside(lambda: self._ask_beside(works))
 
     def _ask_beside(self, works: GroupWorks) -> None:
-        # One rank is enough: all wait in the end, and where steps differ some neighbours' do.
-        try:
-            ranks = works.whole
-            before = ranks.index(works.ranks[works.ranks.index(self._directory.rank) - 1])
-            report = _reports(self._directory.ask_places(ranks, [before], {}))[before]
-            mine = self._status(ranks)
-            if works.verdict is None and isinstance(report, Status) and are_parted(mine, report):
-                self._complain(ranks, self._complaint("late", Work(works, Phase()), None))
-        finally:
-            self._asking.discard(works.whole)
+        ranks = works.whole  # one of them is enough: all wait in the end
+        before = ranks.index(works.ranks[works.ranks.index(self._directory.rank) - 1])
+        report = _reports(self._directory.ask_places(ranks, [before], {}))[before]
+        mine = self._status(ranks)
+        if works.verdict is None and isinstance(report, Status) and are_parted(mine, report):
+            self._complain(ranks, self._complaint("late", Work(works, Phase()), None))
 
     def look_at_failure(self, work: Work, error: Exception | None) -> None:
         """Give up if a work that nobody waits for failed since ranks have ended."""
@@ -303,10 +294,7 @@ def _judge(ranks: tuple[int, ...], reports: Reports, complaint: Complaint, broke
 
 
 def _reports(answers: Mapping[int, Message | Presence]) -> dict[int, Status | Presence]:
-    return {
-        rank: what if isinstance(what, Presence) else Status(**{**what, "step": LastStep(*what["step"])})
-        for rank, what in answers.items()
-    }
+    return {rank: what if isinstance(what, Presence) else Status(**what) for rank, what in answers.items()}
 
 
 def _from_json(said: Sequence[Any]) -> Verdict:

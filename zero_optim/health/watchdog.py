@@ -6,10 +6,6 @@ Note [Watching NCCL]
     With NCCL the CPU does not wait, and a stream cannot raise. So the watchdog queries one work of each
     group. If it is late, or ranks have ended, each rank logs the verdict, aborts its communicators, and
     raises from the next work and in `RankGroup.read`.
-
-Note [Time asleep]
-    A process may stand still for hours (SIGSTOP, a paused virtual machine), and all waits look long. If the
-    thread wakes more than `PUNCTUAL` later than planned, that time does not count.
 """
 
 import atexit
@@ -17,8 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary, WeakSet
@@ -31,11 +26,9 @@ from zero_optim.comm.works import Work
 from zero_optim.compat.autograd import address_of_store, default_store
 from zero_optim.compat.streams import asking
 from zero_optim.health.directory import Directory
-from zero_optim.health.peers import ANSWER_LIMIT, Listener, host_towards
+from zero_optim.health.peers import Listener, host_towards
 from zero_optim.health.verdicts import Verdicts
 
-PUNCTUAL = 1.0  # seconds by which a look may be late and still counts in full
-_KEPT = 256  # times asleep, of more than `PUNCTUAL` each
 OnStall = Literal["raise", "exit"]
 
 _LONGEST_LOOK = 1.0  # seconds between two looks at the waits
@@ -68,10 +61,8 @@ def watch(user: object, group: RankGroup, on_stall: object = "raise") -> None:
     if group.size == 1 or world is None:
         return
     watchdog = _WATCHDOGS.get(world)
-    if watchdog is not None and not watchdog.add(user, group, on_stall):
-        watchdog.has_left.wait(ANSWER_LIMIT)  # not longer: the store may be stuck
-        watchdog = None
-    if watchdog is None and Directory.can_be_kept():
+    is_added = watchdog is not None and watchdog.add(user, group, on_stall)
+    if not is_added and Directory.can_be_kept():
         is_first = world not in _WATCHDOGS
         watchdog = _WATCHDOGS[world] = Watchdog(log_of(world), world)
         watchdog.add(user, group, on_stall)
@@ -104,39 +95,15 @@ def learn_addresses(group: RankGroup) -> None:
         watchdog.directory.learn(group.works.ranks)
 
 
-class AwakeTime:
-    """A clock without time in which this process did not run; for one thread."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._last: float | None = None
-        self._asleep: deque[tuple[float, float]] = deque(maxlen=_KEPT)  # from when to when
-
-    def look(self, planned: float) -> float:
-        """Return the time, when the thread planned to wake after ``planned`` seconds."""
-        now = self._clock()
-        if self._last is not None and now - self._last > planned + PUNCTUAL:
-            self._asleep.append((self._last + planned, now))
-        self._last = now
-        return now
-
-    def since(self, start: float, now: float) -> float:
-        """Return the seconds awake between two times of the clock."""
-        lost = sum(max(0.0, end - max(begin, start)) for begin, end in self._asleep)
-        return max(0.0, now - start - lost)
-
-
 class Watchdog:
     """Checks the waits of this process, and answers other ranks."""
 
     def __init__(self, log: WorkLog, world: dist.ProcessGroup) -> None:
         current = weakref.ref(world)
         self.directory = Directory(lambda: current() is not None and dist.group.WORLD is current())
-        self.has_left = threading.Event()  # the store knows that this rank listens no more
         self._verdicts = Verdicts(log, self.directory)
-        self._users: WeakKeyDictionary[Any, weakref.finalize[Any, Any]] = WeakKeyDictionary()
+        self._users = WeakSet[Any]()
         self._interval = _LONGEST_LOOK
-        self._awake = AwakeTime()
         self._lock = threading.RLock()  # a signal handler may build and save too
         self._is_over = False
         self._listener = Listener(host_towards(*address_of_store(default_store())))
@@ -155,28 +122,21 @@ class Watchdog:
         with self._lock:
             if self._is_over:
                 return False
-            if user not in self._users:
-                finalizer = weakref.finalize(user, self._listener.wake)  # called after it has left the users
-                finalizer.atexit = False
-                self._users[user] = finalizer
+            self._users.add(user)
         self._verdicts.exits |= on_stall == "exit"
         limit = min(group.phase.limits(group.works.limit))
         self._interval = min(self._interval, max(limit / 20, 0.05))
-        self._listener.wake()
         return True
 
     def drop(self, user: object) -> None:
         """Drop a user, if it was added."""
         with self._lock:
-            finalizer = self._users.pop(user, None)
-        if finalizer is not None:
-            finalizer.detach()
-            self._listener.wake()
+            self._users.discard(user)
 
     def end(self) -> None:
         """End the thread and wait for it; the interpreter calls it at exit."""
-        self._is_over = True
-        self._listener.wake()
+        self._end_if_unused(at_once=True)
+        self._listener.stop()
         self._thread.join(_LONGEST_END)
 
     def _run(self) -> None:
@@ -186,46 +146,41 @@ class Watchdog:
                     self._listener.answer(self._verdicts.answer)
                 self._look()
         finally:
-            with self._lock:
-                self._is_over = True
-            self._verdicts.log.explain = explain_nothing
-            try:
-                # Without the lock, which detach() takes too: a stopped process's store does not answer.
-                self.directory.leave()
-            finally:
-                self.has_left.set()
-                self._listener.close()
-                atexit.unregister(self.end)
+            self._end_if_unused(at_once=True)
+            self._listener.close()
+            atexit.unregister(self.end)
 
-    def _end_if_unused(self) -> bool:
+    def _end_if_unused(self, *, at_once: bool = False) -> bool:
         with self._lock:
-            is_needed = self._users or self._verdicts.has_failure()
-            self._is_over |= not is_needed or not self.directory.is_current()
+            if not self._is_over:  # else another watchdog may have begun
+                is_needed = self._users or self._verdicts.has_failure()
+                self._is_over = at_once or not is_needed or not self.directory.is_current()
+                if self._is_over:
+                    self._verdicts.log.explain = explain_nothing
             return self._is_over
 
     def _look(self) -> None:
-        now = self._awake.look(self._interval)
         for work in self._verdicts.log.waits():
             since = work.waiting_since
             if since is not None:  # another thread may just have ended the wait
-                self._verdicts.look_at_wait(work, self._awake.since(since, now))
+                self._verdicts.look_at_wait(work, time.monotonic() - since)
         for works in list(self._verdicts.log.groups.values()):
-            if works.step.failure:
-                self._verdicts.look_at_step(works)
+            if works.failure:
+                self._verdicts.look_at_failed_step(works)
             late = works.outstanding
             if late is None or late.late_on is None:
                 continue
             with asking(late.late_on):  # see Note [Watching NCCL]
-                self._look_at(works, late, now)
+                self._look_at(works, late)
                 del late  # perhaps the last reference: what it has of the device goes with the device in use
 
-    def _look_at(self, works: GroupWorks, work: Work, now: float) -> None:
+    def _look_at(self, works: GroupWorks, work: Work) -> None:
         is_gone = works.group() is None
         if is_gone or work.is_completed():
             works.outstanding = None
             self._verdicts.look_at_failure(work, None if is_gone else work.exception())
         else:
-            self._verdicts.look_at_wait(work, self._awake.since(work.started, now))
+            self._verdicts.look_at_wait(work, time.monotonic() - work.started)
 
 
 def _close_in_child() -> None:

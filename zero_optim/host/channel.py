@@ -32,14 +32,15 @@ def padded(nbytes: int) -> int:
 
 
 class _End:
-    """One end: ``written`` and ``read`` are numbers of ``words``, a line each."""
+    """One end: its words are two of ``words``, a line each, from ``first`` on."""
 
-    def __init__(self, peer: int, words: Any, written: int, read: int, ring: Tensor) -> None:  # noqa: ANN401
+    def __init__(self, peer: int, words: Any, first: int, ring: Tensor) -> None:  # noqa: ANN401
         self.peer = peer  # the rank at the other end
-        self._words, self._written, self._read = words, written * LINE // 8, read * LINE // 8
+        self._words, self._written, self._read = words, first * LINE // 8, (first + 1) * LINE // 8
         self._ring = ring
         self._address, self._size = ring.data_ptr(), ring.numel()
         self._at = 0  # bytes that this end has written, or read
+        self.queue = deque[Any]()  # the messages that were not written whole, or the steps that are not done
 
 
 class Message:
@@ -54,11 +55,9 @@ class Message:
 
 
 class Sender(_End):
-    """The writing end; ``queue`` has the messages that were not written whole."""
+    """The writing end."""
 
-    def __init__(self, peer: int, words: Any, written: int, read: int, ring: Tensor) -> None:  # noqa: ANN401
-        super().__init__(peer, words, written, read, ring)
-        self.queue: deque[Message] = deque()
+    queue: deque[Message]
 
     def push(self) -> int:
         """Write a piece of the first message; returns its bytes with padding, 0 if there is no room."""
@@ -87,13 +86,14 @@ class Sender(_End):
 
 
 class Receiver(_End):
-    """The reading end; ``steps`` are done, in order, with the next messages, which lie at ``address``."""
+    """The reading end, whose steps take the next messages, in order."""
 
-    def __init__(self, peer: int, words: Any, written: int, read: int, ring: Tensor) -> None:  # noqa: ANN401
-        super().__init__(peer, words, written, read, ring)
-        self.steps: deque[Step] = deque()
-        self.address = self._address
-        self._typed: dict[torch.dtype, Tensor] = {}
+    queue: "deque[Step]"
+
+    @property
+    def address(self) -> int:
+        """Where what comes next lies."""
+        return self._address + self._at % self._size
 
     def readable(self) -> int:
         """Return how many bytes can be read at once, whole lines."""
@@ -103,20 +103,16 @@ class Receiver(_End):
     def lacks(self) -> bool:
         """Whether what the steps expect was not written whole."""
         num_written: int = self._words[self._written]
-        return sum(step.rest for step in self.steps) > num_written - self._at
+        return sum(step.rest for step in self.queue) > num_written - self._at
 
     def view(self, dtype: torch.dtype, count: int) -> Tensor:
         """View the next elements."""
-        typed = self._typed.get(dtype)
-        if typed is None:
-            typed = self._typed[dtype] = self._ring.view(dtype)
-        start = self._at % self._size // dtype.itemsize
-        return typed[start : start + count]
+        start = self._at % self._size
+        return self._ring[start : start + count * dtype.itemsize].view(dtype)
 
     def drop(self, nbytes: int) -> None:
         """Make room of what was read."""
         self._at += nbytes
-        self.address = self._address + self._at % self._size
         self._words[self._read] = self._at
 
 
@@ -174,7 +170,7 @@ class Step:
         self._number = self._done = 0  # of the part that comes now, and its bytes that have come
         work.num_pending += 1
         for receiver in receivers:
-            receiver.steps.append(self)
+            receiver.queue.append(self)
 
     @property
     def rest(self) -> int:
@@ -191,7 +187,7 @@ class Step:
         """Take a piece; returns its bytes with padding, 0 if nothing has come."""
         taken, there = 0, PIECE
         for receiver in self.receivers:
-            if receiver.steps[0] is not self:
+            if receiver.queue[0] is not self:
                 return 0
             there = min(there, receiver.readable())
         while taken < there:
@@ -207,7 +203,7 @@ class Step:
                 receiver.drop(count + -count % LINE)
             if self._number == len(self._parts):
                 for receiver in self.receivers:
-                    receiver.steps.popleft()
+                    receiver.queue.popleft()
                 self._work.num_pending -= 1
                 break
         return taken

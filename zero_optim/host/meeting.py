@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from zero_optim.compat import futex
 from zero_optim.host.channel import padded
 from zero_optim.host.messages import OneHost
-from zero_optim.host.segment import Segment
+from zero_optim.host.segment import Segment, has_futex
 from zero_optim.host.several_hosts import SeveralHosts
 from zero_optim.host.shared_memory import first_ring
 
@@ -34,7 +33,7 @@ class Met(NamedTuple):
     @classmethod
     def by(cls, tell: Tell) -> "Met":
         """Tell; communicates once."""
-        is_able = futex.has_futex() and hasattr(os, "pidfd_open")
+        is_able = has_futex() and hasattr(os, "pidfd_open")
         why_not = "" if is_able else "this system lacks what sharing memory needs: Linux on x86-64"
         everyone, hosts = tell([_host(), why_not, secrets.token_hex(8)]), dict[str, list[int]]()
         for rank, (host, *_) in enumerate(everyone):

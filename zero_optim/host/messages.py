@@ -15,7 +15,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from zero_optim.compat.autograd import is_profiling
 from zero_optim.host.channel import Act, HostWork, Receiver
 from zero_optim.host.shared_memory import SharedMemory
 
@@ -45,9 +44,9 @@ class OneHost(SharedMemory):
             for peer in self.peers:
                 self.send(work, peer, _ROWS, own, tag)
             for peer in self.peers:
-                self.expect(work, (peer,), _ROWS, _copies(self, peer, lists[peer], "rows"), tag, num_heads)
+                self.expect(work, (peer,), _ROWS, _copies(self, peer, lists[peer]), tag, num_heads)
 
-        return self.start((lists,), begin, then)
+        return self.start(begin, then)
 
     def sum_rows(self, rows: Sequence[Tensor], total: Tensor, add: Add) -> HostWork:
         """Send row r to rank r, and add up, by ``add``, all rows of this rank into ``total``."""
@@ -64,12 +63,12 @@ class OneHost(SharedMemory):
                 self.send(work, peer, _ADDENDS, rows[peer])
             sums = zip(own, totals, strict=True)
             parts = [(mine.nbytes, _adding(self, mine, total, add)) for mine, total in sums]
-            self.expect(work, self.peers, _ADDENDS, _seen("sum", parts))
+            self.expect(work, self.peers, _ADDENDS, parts)
 
-        return self.start((rows, totals), begin, then)
+        return self.start(begin, then)
 
-    def sum_all(self, tensor: Tensor, then: Then = None) -> HostWork:
-        """Sum a tensor over all ranks in place, in the order of memory; ``then`` gets the failure, if any."""
+    def sum_all(self, tensor: Tensor) -> HostWork:
+        """Sum a tensor over all ranks in place, in the order of memory."""
         flat = flattened(tensor)
         size = flat.element_size()
         edges = chunk_edges(flat.nbytes, self.size, size)
@@ -89,34 +88,20 @@ class OneHost(SharedMemory):
                 for message in sums:
                     message.ready = start + count
 
-            self.expect(work, self.peers, _ADDENDS, _seen("sum", [(own.nbytes, act)]))
+            self.expect(work, self.peers, _ADDENDS, [(own.nbytes, act)])
             for peer in self.peers:
-                self.expect(work, (peer,), _SUMS, _copies(self, peer, [chunks[peer]], "sum"))
+                self.expect(work, (peer,), _SUMS, _copies(self, peer, [chunks[peer]]))
 
-        return self.start((flat,), begin, then)
-
-    def sum_nbytes(self, tensor: Tensor) -> int:
-        """Return how many bytes this rank sends in `sum_all`."""
-        rank, size = self.rank, self.size
-        start, stop = chunk_edges(tensor.nbytes, size, flattened(tensor).element_size())[rank : rank + 2]
-        return tensor.nbytes + (size - 2) * (stop - start)
+        return self.start(begin)
 
 
-def _copies(memory: SharedMemory, peer: int, targets: Sequence[Tensor], name: str) -> list[tuple[int, Act]]:
+def _copies(memory: SharedMemory, peer: int, targets: Sequence[Tensor]) -> list[tuple[int, Act]]:
     copy = partial(_copy, memory.receivers[peer])
-    return _seen(name, [(target.nbytes, partial(copy, target.data_ptr())) for target in targets])
+    return [(target.nbytes, partial(copy, target.data_ptr())) for target in targets]
 
 
 def _copy(receiver: Receiver, address: int, start: int, count: int) -> None:
     ctypes.memmove(address + start, receiver.address, count)
-
-
-def _seen(name: str, parts: list[tuple[int, Act]]) -> list[tuple[int, Act]]:
-    def seen(act: Act, start: int, count: int) -> bool | None:
-        with torch.profiler.record_function(f"memory:{name}"):
-            return act(start, count)
-
-    return [(nbytes, partial(seen, act)) for nbytes, act in parts] if is_profiling() else parts
 
 
 def _adding(memory: SharedMemory, own: Tensor, total: Tensor, add: Add) -> Act:

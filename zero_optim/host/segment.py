@@ -4,13 +4,18 @@ Note [Segments without names]
     A segment is an anonymous file (`memfd_create`): it has no name that a killed job could leave behind,
     and no limit as ``/dev/shm`` has in containers. Another process of the user maps it by
     ``/proc/PID/fd/N``. All pages are reserved at once, so a write cannot end in a bus error.
+
+Its rank sleeps until a word of it, the bell, changes: Linux's futex, by its system call.
 """
 
 import ctypes
 import os
+import platform
 import secrets
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,26 @@ TOKEN_NBYTES = 16
 _NAME = "zero_optim"
 LEFT, GIVEN_UP = 1, 2
 _LEFT_AT = TOKEN_NBYTES  # in the first line, which has the token, whether the rank has left, and its bell
+_FUTEX = 202  # the system call's number on x86-64
+_WAIT, _WAKE, _ALL = 0, 1, 2**31 - 1
+
+
+class _Time(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+@lru_cache
+def _system_call() -> Any:  # noqa: ANN401 - a function of the C library
+    call = ctypes.CDLL(None).syscall
+    address, number = ctypes.c_void_p, ctypes.c_long
+    call.argtypes = (number, address, number, number, address, address, number)
+    return call
+
+
+def has_futex() -> bool:
+    """Return whether bells work here."""
+    # Other processors may show a word before what was written ahead of it, and Python cannot forbid that.
+    return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64") and sys.maxsize > 2**32
 
 
 class Segment:
@@ -49,6 +74,17 @@ class Segment:
             raise
         ctypes.memmove(segment.address, secrets.token_bytes(TOKEN_NBYTES), TOKEN_NBYTES)
         return segment, fd
+
+    def ring(self, value: int) -> None:
+        """Show a value, which nobody has shown before, and wake whoever sleeps, in all processes."""
+        self.bell.value = value
+        _system_call()(_FUTEX, ctypes.addressof(self.bell), _WAKE, _ALL, None, None, 0)
+
+    def sleep(self, value: int, seconds: float) -> None:
+        """Sleep while the bell shows this value, at most so long."""
+        time = _Time(int(seconds), int(seconds % 1 * 1e9))
+        at = ctypes.addressof(self.bell)
+        _system_call()(_FUTEX, at, _WAIT, value, ctypes.addressof(time), None, 0)
 
     @property
     def token(self) -> str:

@@ -21,7 +21,7 @@ Note [Tags across hosts]
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import pairwise
@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.compat.signals import handlers_later, wait_for
+from zero_optim.compat.signals import HandlersLater, wait_for
 from zero_optim.compat.threads import start_thread_or_run
 from zero_optim.errors import message_of
 from zero_optim.host.channel import HostWork
-from zero_optim.host.messages import Add, OneHost, Then, add_as_gloo, flattened
+from zero_optim.host.messages import Add, OneHost, add_as_gloo, flattened
 
 _LOOK = 0.1  # seconds until a waiting thread looks whether the calls have failed
 _TAGS = 2**29 - 1  # of calls; each has two
@@ -44,9 +44,9 @@ _OF_TAGGED = 2**30  # is added to those of calls that have a tag themselves
 class HostsCall(HostWork):
     """A pending call, which another thread ends."""
 
-    def __init__(self, hosts: "SeveralHosts", number: int, then: Then) -> None:
+    def __init__(self, hosts: "SeveralHosts", number: int) -> None:
         super().__init__(hosts, number)
-        self.num_pending, self.then = 1, then
+        self.num_pending = 1
         self.is_over = threading.Event()
 
     def end(self, failure: str | None = None) -> None:
@@ -97,79 +97,82 @@ class SeveralHosts:
                 raise RuntimeError(f"Timed out waiting {seconds} s for a call across hosts")
             wait_for(call.is_over, min(left, _LOOK))
 
-    @handlers_later
     def spread_rows(self, rows: Sequence[tuple[int, Tensor]], tag: int = 0) -> HostsCall:
         """Send contiguous rows from their owners to all others: Note [Tags across hosts]."""
-        call, number = self._begin(None)
-        number += _OF_TAGGED * bool(tag)
-        num_heads = sum(map(len, self._ranks)) * bool(tag)
-        heads, cross = (self._crossing(some, number, call) for some in (rows[:num_heads], rows[num_heads:]))
-        tags = [torch.tensor([tag], device="cpu") for _ in self._ranks]  # by host
-        own = tags[self._host]
-        sent = [[own]] * len(tags), [[each] for each in tags]
-        crossing = [*self._cross(number + 1, *sent), *heads()] if tag else cross()
 
-        def finish() -> None:
+        def spread(call: HostsCall, number: int) -> Iterator[None]:
+            number += _OF_TAGGED * bool(tag)
+            num_heads = sum(map(len, self._ranks)) * bool(tag)
+            heads, cross = (
+                self._crossing(some, number, call) for some in (rows[:num_heads], rows[num_heads:])
+            )
+            tags = [torch.tensor([tag], device="cpu") for _ in self._ranks]  # by host
+            own = tags[self._host]
+            sent = [[own]] * len(tags), [[each] for each in tags]
+            crossing = [*self._cross(number + 1, *sent), *heads()] if tag else cross()
+            yield
             _wait_for(crossing)
             if tag and all(map(own.equal, tags)):
                 _wait_for(cross())
             self._spread(rows, call, tag)
 
-        return self._then(call, finish)
+        return self._start(spread)
 
-    @handlers_later
     def sum_rows(self, rows: Sequence[Tensor], total: Tensor, add: Add) -> HostsCall:
         """Send row r to rank r, and add up, by ``add``, all rows of this rank into ``total``."""
-        call, tag = self._begin(None)
-        add_up = self._start_sum(rows, total, add, tag, call)
 
-        def finish() -> None:
-            add_up()
+        def add_up(call: HostsCall, number: int) -> Iterator[None]:
+            yield from self._sum(rows, total, add, number, call)
             call.end()
 
-        return self._then(call, finish)
+        return self._start(add_up)
 
-    @handlers_later
-    def sum_all(self, tensor: Tensor, then: Then = None) -> HostsCall:
-        """Sum a tensor over all ranks in place; ``then`` is called at its end, with the failure if any."""
-        call, tag = self._begin(then)
-        chunks = self._chunks(tensor)
-        rows = list(enumerate(chunks))
-        add_up = self._start_sum(chunks, chunks[self._rank_at(self._host)], add_as_gloo, tag, call)
-        cross = self._crossing(rows, tag + 1, call)
+    def sum_all(self, tensor: Tensor) -> HostsCall:
+        """Sum a tensor over all ranks in place."""
+        flat, size = flattened(tensor), sum(map(len, self._ranks))
+        edges = [flat.numel() * rank // size for rank in range(size + 1)]
+        chunks = [flat[start:stop] for start, stop in pairwise(edges)]
+        rows, own = list(enumerate(chunks)), chunks[self._rank_at(self._host)]
 
-        def finish() -> None:
-            add_up()
+        def add_up(call: HostsCall, number: int) -> Iterator[None]:
+            cross = self._crossing(rows, number + 1, call)
+            yield from self._sum(chunks, own, add_as_gloo, number, call)
             _wait_for(cross())
             self._spread(rows, call)
 
-        return self._then(call, finish)
+        return self._start(add_up)
 
-    def sum_nbytes(self, tensor: Tensor) -> int:
-        """Return how many bytes this rank sends in `sum_all`, inside and across."""
-        chunks, num_hosts = self._chunks(tensor), len(self._ranks)
-        of_hosts = [chunks[self._rank_at(host)].nbytes for host in range(num_hosts)]
-        inside, across = (len(self._ranks[0]) - 1) * sum(of_hosts), (num_hosts - 2) * of_hosts[self._host]
-        return tensor.nbytes + inside + across
+    def _start(self, steps: Callable[[HostsCall, int], Iterator[None]]) -> HostsCall:
+        """Start a call: its ``steps``, given a tag, run to the yield here, and the rest on the thread."""
+        with HandlersLater():
+            if self.failure is not None:
+                raise dist.DistNetworkError(self.failure)
+            self.num_started += 1
+            call = HostsCall(self, self.num_started)
+            rest = steps(call, 2 * (self.num_started % _TAGS))
+            next(rest)
 
-    def _chunks(self, tensor: Tensor) -> list[Tensor]:
-        flat, size = flattened(tensor), sum(map(len, self._ranks))
-        edges = [flat.numel() * rank // size for rank in range(size + 1)]
-        return [flat[start:stop] for start, stop in pairwise(edges)]
+            def finish() -> None:
+                try:
+                    next(rest, None)
+                except Exception as error:  # noqa: BLE001 - every wait raises it
+                    self.close(f"Connection closed: a call across hosts failed: {message_of(error)}")
+                    call.end(self.failure)
 
-    def _begin(self, then: Then) -> tuple[HostsCall, int]:
-        if self.failure is not None:
-            raise dist.DistNetworkError(self.failure)
-        self.num_started += 1
-        return HostsCall(self, self.num_started, then), 2 * (self.num_started % _TAGS)
+            with self._lock:
+                self._jobs.append(finish)
+                is_new, self._is_served = not self._is_served, True
+            if is_new:
+                start_thread_or_run(self._serve, "zero_optim hosts")
+        return call
 
     def _rank_at(self, host: int) -> int:
         return self._ranks[host][self._number]
 
-    def _start_sum(
+    def _sum(
         self, rows: Sequence[Tensor], total: Tensor, add: Add, tag: int, call: HostsCall
-    ) -> Callable[[], None]:
-        """Start to add up inside, then across; returns a function that waits, and adds up the hosts' sums."""
+    ) -> Iterator[None]:
+        """Start to add up inside, then across; behind the yield wait, and add up the hosts' sums."""
         hosts = range(len(self._ranks))
         sums = [
             total if host == self._host else torch.empty_like(rows[self._rank_at(host)]) for host in hosts
@@ -182,22 +185,20 @@ class SeveralHosts:
             try:
                 if failure is None:
                     works = self._cross(tag, [[each] for each in sums], [[each] for each in arrivals])
-            except Exception as error:  # noqa: BLE001 - of the backend; raised by `add_up`
+            except Exception as error:  # noqa: BLE001 - of the backend; raised behind the yield
                 failure = message_of(error)
             if failure is None:
                 crossing.set_result(works)
             else:
                 crossing.set_exception(dist.DistNetworkError(failure))
 
-        @torch.inference_mode()  # as on sockets, whatever mode a thread has
-        def add_up() -> None:
-            _wait_for(crossing.result())
-            add(arrivals, self._host, total)
-
         inside = [[rows[here[number]] for here in self._ranks] for number in range(len(self._ranks[0]))]
         call.nbytes += self._up.sum_lists(inside, sums, add, cross).nbytes
         call.nbytes += sum(each.nbytes for each in sums if each is not total)
-        return add_up
+        yield
+        _wait_for(crossing.result())
+        with torch.inference_mode():  # as on sockets, whatever mode a thread has
+            add(arrivals, self._host, total)
 
     def _crossing(
         self, rows: Sequence[tuple[int, Tensor]], tag: int, call: HostsCall
@@ -227,23 +228,6 @@ class SeveralHosts:
     def _spread(self, rows: Sequence[tuple[int, Tensor]], call: HostsCall, tag: int = 0) -> None:
         down = [(self._numbers[owner], row) for owner, row in rows]
         self._down.spread_rows(down, tag, call.end, len(self._ranks))
-
-    def _then(self, call: HostsCall, finish: Callable[[], None]) -> HostsCall:
-        """Finish a call on the thread, after those before it."""
-
-        def job() -> None:
-            try:
-                finish()
-            except Exception as error:  # noqa: BLE001 - every wait raises it
-                self.close(f"Connection closed: a call across hosts failed: {message_of(error)}")
-                call.end(self.failure)
-
-        with self._lock:
-            self._jobs.append(job)
-            is_new, self._is_served = not self._is_served, True
-        if is_new:
-            start_thread_or_run(self._serve, "zero_optim hosts")
-        return call
 
     def _serve(self) -> None:
         while True:

@@ -23,13 +23,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from operator import attrgetter
 
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.compat import futex
 from zero_optim.compat.signals import HandlersLater
 from zero_optim.compat.threads import start_thread
 from zero_optim.errors import message_of
@@ -56,7 +54,11 @@ class SharedMemory:
         self._ends = {peer: _ends(segments, rank, peer) for peer in range(self.size) if peer != rank}
         self.receivers = {peer: receiver for peer, (_, receiver) in self._ends.items()}
         self.peers: Sequence[int] = tuple(self._ends)
-        self._alive = _Alive({peer: pids[peer] for peer in self._ends})
+        self._process = os.getpid()
+        # Descriptors of processes, whose numbers others may get later.
+        self._processes = {os.pidfd_open(pids[peer]): peer for peer in self.peers}
+        for fd in self._processes:
+            weakref.finalize(self, os.close, fd).atexit = False
         self._bells = itertools.count(1)
         self._works: list[HostWork] = []  # pending, in their order
         self._lock = threading.Lock()
@@ -68,13 +70,10 @@ class SharedMemory:
     # ------------------------------------------------------------------ calls begin
 
     def start(
-        self,
-        kept: Sequence[object],
-        begin: Callable[[HostWork], None],
-        then: Callable[[str | None], None] | None = None,
+        self, begin: Callable[[HostWork], None], then: Callable[[str | None], None] | None = None
     ) -> HostWork:
-        """Start a call: ``begin`` says what it sends and does. Sends what there is room for."""
-        if os.getpid() != self._alive.process:
+        """Start a call: ``begin`` says what it does, and keeps its tensors. Sends what there is room for."""
+        if os.getpid() != self._process:
             raise RuntimeError(
                 "a process that was forked from a rank cannot take part in its collectives: start ranks with "
                 "torchrun, or make a process group there"
@@ -84,7 +83,7 @@ class SharedMemory:
                 if self.failure is not None:
                     raise dist.DistNetworkError(self.failure)
                 self.num_started += 1
-                work = HostWork(self, self.num_started, *kept)
+                work = HostWork(self, self.num_started, begin)
                 work.then = then
                 begin(work)
                 self._works.append(work)
@@ -126,7 +125,7 @@ class SharedMemory:
             number, of_kind, _, _, nbytes = _HEAD.from_buffer_copy(heads[0])[:5]
             if not tag or (number, of_kind) != (work.number, kind):
                 return False
-            receivers[0].steps[0].skip_behind(1 + num_heads, LINE + nbytes)  # not by name: no cycle keeps it
+            receivers[0].queue[0].skip_behind(1 + num_heads, LINE + nbytes)  # not by name: no cycle keeps it
             return True
 
         Step(work, receivers, [(LINE, check), *parts])
@@ -147,8 +146,7 @@ class SharedMemory:
                     heard.add(peer)
                     if count == PIECE:
                         self._ring(peer)
-                steps = receiver.steps
-                while steps and (count := (step := steps[0]).run()):
+                while receiver.queue and (count := (step := receiver.queue[0]).run()):
                     for each in step.receivers:
                         heard.add(each.peer)
                         if count == PIECE:
@@ -161,10 +159,8 @@ class SharedMemory:
         return bool(heard)
 
     def _ring(self, peer: int) -> None:
-        bell = self._segments[peer].bell
         # A value that was never shown before: then nobody misses it, whoever rings at the same time.
-        bell.value = (next(self._bells) * self.size + self.rank) % 2**32
-        futex.wake(ctypes.addressof(bell))
+        self._segments[peer].ring((next(self._bells) * self.size + self.rank) % 2**32)
 
     def _ended(self, *, waits: bool = False) -> list[HostWork]:
         ended = list(itertools.filterfalse(_IS_PENDING, self._works))
@@ -195,9 +191,9 @@ class SharedMemory:
 
     def _move_or_sleep(self, seconds: float, work: HostWork | None = None) -> None:
         """Move what can be moved; if there is nothing, sleep, unless the call has ended."""
-        bell, ended = self._segments[self.rank].bell, list[HostWork]()
+        own, ended = self._segments[self.rank], list[HostWork]()
         with self._lock:
-            rings = bell.value
+            rings = own.bell.value
             has_moved = self._move()
             if has_moved:
                 ended = self._ended(waits=work is not None)
@@ -206,14 +202,18 @@ class SharedMemory:
         if has_moved:
             _end_all(ended)
             return
-        futex.wait(ctypes.addressof(bell), rings, seconds)
+        own.sleep(rings, seconds)
         if time.monotonic() - self._looked >= _LOOK:  # a signal or another rank may wake it more often
             self._looked = time.monotonic()
             self._look()
 
     def _look(self) -> None:
         """Fail if another rank has ended or left, or this one waits too long."""
-        gone = [peer for peer in self._ends if self._segments[peer].left.value or not self._alive(peer)]
+        poll = select.poll()
+        for fd in self._processes:
+            poll.register(fd, select.POLLIN)
+        ended_peers = {self._processes[fd] for fd, _ in poll.poll(0)}
+        gone = [peer for peer in self.peers if self._segments[peer].left.value or peer in ended_peers]
         with self._lock:
             ended = self._ended() if self._move() else []
             missing = [peer for peer in gone if self._ends[peer][0].queue or self._ends[peer][1].lacks()]
@@ -229,7 +229,7 @@ class SharedMemory:
 
     def close(self, why: str, *, gives_up: bool = True) -> None:
         """Give up: all pending calls fail, here and elsewhere. Takes no lock."""
-        if os.getpid() != self._alive.process or self.failure is not None:
+        if os.getpid() != self._process or self.failure is not None:
             return
         self.failure = why
         self._segments[self.rank].left.value = GIVEN_UP if gives_up else LEFT
@@ -271,9 +271,8 @@ class SharedMemory:
         """End the calls that a failure leaves."""
         with self._lock:
             works, self._works = self._works, []
-            for sender, receiver in self._ends.values():  # else they would refer to this memory
-                sender.queue.clear()
-                receiver.steps.clear()
+            for end in itertools.chain.from_iterable(self._ends.values()):  # they would refer to this memory
+                end.queue.clear()
         for work in works:
             work.end(self.failure)
 
@@ -303,32 +302,10 @@ def _close_all() -> None:
         memory.release()
 
 
-class _Alive:
-    """Tells whether processes live, by their descriptors: a number may be another process's later."""
-
-    def __init__(self, pids: dict[int, int]) -> None:
-        self.process = os.getpid()
-        self._fds = {peer: os.pidfd_open(pid) for peer, pid in pids.items()}
-        weakref.finalize(self, _close_fds, list(self._fds.values())).atexit = False
-
-    def __call__(self, peer: int) -> bool:
-        poll = select.poll()
-        poll.register(self._fds[peer], select.POLLIN)
-        return not poll.poll(0)
-
-
-def _close_fds(fds: Sequence[int]) -> None:
-    for fd in fds:
-        with suppress(OSError):
-            os.close(fd)
-
-
 def _ends(segments: Sequence[Segment], rank: int, peer: int) -> tuple[Sender, Receiver]:
     own, other, size = segments[rank], segments[peer], len(segments)
-    return (
-        Sender(peer, own.words, 2 * peer, 2 * peer + 1, _ring_of(own.pages, size, rank, peer)),
-        Receiver(peer, other.words, 2 * rank, 2 * rank + 1, _ring_of(other.pages, size, peer, rank)),
-    )
+    sender = Sender(peer, own.words, 2 * peer, _ring_of(own.pages, size, rank, peer))
+    return sender, Receiver(peer, other.words, 2 * rank, _ring_of(other.pages, size, peer, rank))
 
 
 def _ring_of(pages: Tensor, size: int, sender: int, receiver: int) -> Tensor:

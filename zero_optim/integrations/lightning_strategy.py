@@ -95,8 +95,9 @@ class ZeroMixin(_Strategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        if plugin is not None and self.stage > 1 and not isinstance(plugin, _Clips):
-            plugin = _clipping(copy.copy(plugin))
+        if plugin is not None and self.stage > 1:
+            plugin = copy.copy(plugin)  # of its own class, whose name is a checkpoint's key
+            vars(plugin).update(clip_grad_by_norm=_clip)
         self._precision_plugin = plugin
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -164,22 +165,8 @@ class ZeroMixin(_Strategy):
             self.parts, self._is_ending = (), False
 
 
-class _Clips:
-    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        inner(optimizer).clip_grad_norm_(clip_val)
-
-    def __reduce__(self) -> tuple[Any, ...]:  # pickle would look for the class by its name
-        plugin: Any = object.__new__(type(self).__mro__[2])
-        vars(plugin).update(vars(self))
-        return _clipping, (plugin,)
-
-
-def _clipping(plugin: Any) -> Any:
-    """Let the optimizer clip for a precision plugin."""
-    kind = type(plugin)
-    names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}  # a checkpoint's key
-    plugin.__class__ = type(kind.__name__, (_Clips, kind), names)
-    return plugin
+def _clip(optimizer: Any, clip_val: float) -> None:
+    inner(optimizer).clip_grad_norm_(clip_val)
 
 
 def register(registry: Any, strategy: Any) -> None:

@@ -21,7 +21,7 @@ from zero_optim.plan.pieces import Pieces
 from zero_optim.state import rebinding
 from zero_optim.state.core import Core
 from zero_optim.step.amp import Scaling, drop_scale
-from zero_optim.step.clip import ClipArguments, NormSlots, clip_together
+from zero_optim.step.clip import ClipArguments, NormSlots, clip_alone, clip_together
 from zero_optim.step.join import Status, exchange, ranks_that
 from zero_optim.step.owned import Gradients
 
@@ -43,10 +43,10 @@ class Iteration:
         self, optimizer: Optimizer, closure: Callable[[], float] | None, kwargs: dict[str, Any]
     ) -> float | None:
         """Prepare, step what this rank owns, and gather, as `ZeroRedundancyOptimizer.step`."""
-        core, in_join = self._core, self.joins.announce(steps=True)
+        core, in_join = self._core, self.joins.announce()
         core.snapshot.count_step()
         if not in_join:  # where ranks take other numbers of steps
-            core.ranks.works.begin_step(has_closure=closure is not None)
+            core.ranks.works.note_failure("")
         loss, shared, failure = (None, None, None) if closure is None else self._evaluate(closure, in_join)
         if self._overlap is not None and self._finish_overlapped(self._overlap, optimizer, kwargs):
             return loss
@@ -69,7 +69,8 @@ class Iteration:
         work = partial(core.owned.step, core.groups, shared, None, **kwargs)
         some = partial(core.owned.step, core.groups, None, **kwargs) if core.inputs.held else None
         result = self._change("step()", work, None if shared is None else shared.finish, some)
-        self.joins.end_step()
+        if in_join:
+            self.joins.end_step()
         return result
 
     def _change(
@@ -122,7 +123,9 @@ class Iteration:
                 failure = error
         if scaling is None and failure is None and not in_join:
             return True
-        status, found_inf = (Status.NOTHING, None) if scaling is None else (scaling.status, scaling.found_inf)
+        status, found_inf = Status.NOTHING, None if scaling is None else scaling.found_inf
+        if scaling is not None and scaling.scaler is None:
+            status = Status.DEAF
         statuses = exchange(core.group, status, found_inf=found_inf, failure=failure)
         if scaling is not None:
             if scaling.back_off_together(optimizer, statuses, core.group.rank):
@@ -236,14 +239,13 @@ class Iteration:
                     "clip_grad_norm_(), or zero_step (overlap_with_ddp)"
                 )
             core.check_gradients()
-        except (RuntimeError, ValueError) as failure:
-            if self.joins.announce(steps=False):
+            if self.joins.under_way:  # where gradients are whole
+                return clip_alone(core.group, core.params, arguments)
+        except (RuntimeError, ValueError, TypeError) as failure:
+            if self.joins.under_way and self.joins.announce():
                 exchange(core.group, Status.NOTHING, failure=failure)
             raise
         with core.group.doing("clip_grad_norm_()"):
-            if self.joins.announce(steps=False):
-                group = core.group.during("clip")
-                self.joins.lend(group, exchange(group, Status.CLIPS), arguments.to_send())
             params, pieces = core.params, core.piece_list()
             if held := core.inputs.held:  # in chunks of the dimension that is cut
                 pairs = zip(params, pieces, strict=True)
@@ -273,11 +275,6 @@ class Iteration:
                 self.overlap().finish("", joined=True)
                 return
             with group.doing(STEP_OF_JOIN):
-                statuses = exchange(group, Status.JOINED)
-            while ranks_that(statuses, Status.CLIPS):
-                arguments = self.joins.lend(group.during("clip"), statuses)
-                slots = self._slots_of(self._core.piece_list())
-                clip_together(group, self._core.params, slots, ClipArguments.received(arguments))
                 statuses = exchange(group, Status.JOINED)
             if ranks_that(statuses, Status.INFINITE):
                 return

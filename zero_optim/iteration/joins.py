@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -54,7 +53,6 @@ class Joins(Joinable):
         super().__init__()
         _JOINS.add(self)
         self._core = core
-        self._is_announced = False  # Join knows that this rank is active in this iteration
 
     def release(self) -> None:
         """Begin anew: PyTorch leaves the configuration as the last Join set it."""
@@ -66,8 +64,7 @@ class Joins(Joinable):
         return bool(self._join_config.enable)
 
     def join_hook(self, **kwargs: object) -> JoinHook:
-        """Begin an epoch. The optimizer's own hook does the work."""
-        self._is_announced = False
+        """Return a hook that does nothing: the optimizer's own does the work."""
         return JoinHook()
 
     @property
@@ -80,32 +77,25 @@ class Joins(Joinable):
         """The group over which ``Join`` counts active ranks."""
         return self._core.group.process_group
 
-    def announce(self, *, steps: bool) -> bool:
-        """Report to ``Join``, once an iteration, which ends if it ``steps``; return whether one is active."""
-        if not self._is_announced:
-            Join.notify_join_context(self)
-        in_join = self.under_way
-        self._is_announced = in_join and not steps
-        return in_join
+    def announce(self) -> bool:
+        """Report to ``Join`` that this rank is active in this iteration; return whether there is one."""
+        Join.notify_join_context(self)
+        return bool(self._join_config.enable)
 
     def end_step(self) -> None:
         """Wait for lazy gathers: ``Join`` ends with DDP's broadcast, which reads all parameters."""
-        if self.under_way:
-            self._core.engine.under_way.wait()
+        self._core.engine.under_way.wait()
 
     def lend(
         self,
         group: RankGroup,
         statuses: Sequence[Status],
-        beside: object = None,
         params: Sequence[Tensor] | None = None,
-    ) -> Any:  # noqa: ANN401 - what the lender gave
+    ) -> None:
         """Lend joined ranks gradients of some parameters, by default all; all ranks call."""
-        if not any(Status.JOINED in each for each in statuses):
-            return None
         core, chosen = self._core, self._core.params if params is None else params
         pieces = [core.sharding.pieces[param] for param in chosen]
-        return lend_gradients(group, statuses, chosen, pieces, core.groups, beside)
+        lend_gradients(group, statuses, chosen, pieces, core.groups)
 
     def exchange_and_lend(
         self, group: RankGroup, params: Sequence[Tensor], *, joined: bool, failure: Exception | None = None

@@ -6,8 +6,8 @@ thread of the backward pass, in the next bucket's hook: Note [A thread or none] 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -95,7 +95,8 @@ class Overlap:
     def __init__(self, core: Core, joins: Joins) -> None:
         self.group = core.group
         self.takes_thread = may_run_beside(core.group, core.sharding.pieces)
-        self.lanes = self.new_lanes()
+        group = core.group.during("gather")
+        self.lanes = lanes_beside(group) if self.takes_thread else Lease.of(group)
         self.current: OverlappedStep | None = None  # not finished
         self.streams = StreamBeside()
         worker = Worker("zero_step") if self.takes_thread else None
@@ -107,11 +108,6 @@ class Overlap:
         self._stepped: dict[Tensor, None] = {}  # not gathered yet; perhaps at an earlier moment
         # What this pass has not gathered, with bytes to step: the header goes with the last one.
         self._left: dict[Bucket, int] = {}
-
-    def new_lanes(self) -> Lease:
-        """Take process groups for a thread, or ``group`` without one. All ranks call."""
-        group = self.group.during("gather")
-        return lanes_beside(group) if self.takes_thread else Lease.of(group)
 
     def release(self, *, waits: bool) -> bool:
         """Release the process groups, after steps if it ``waits``; return whether only some were stepped."""
@@ -143,7 +139,7 @@ class Overlap:
         core.group.phase.traffic.count_step()
         lane, has_begun = self.lanes.groups[0], False
 
-        def end(failure: BaseException | None) -> None:
+        def end(_: object, failure: BaseException | None, __: object) -> None:
             if lends:
                 self._joins.exchange_and_lend(lane, [], joined=joined)
             if has_begun:  # else gathers may be under way to parameters that this pass has read
@@ -155,7 +151,8 @@ class Overlap:
                 except (RemoteRankError, RankMismatchError) as error:
                     self.current.earlier = error  # raised when this pass has ended, for which others wait
 
-        with finally_call(end):
+        with ExitStack() as at_end:
+            at_end.push(end)  # with an error too: the other ranks wait for it
             self._begin(joined=joined, lends=lends)
             has_begun = True
             core.prepare()
@@ -255,16 +252,18 @@ class Overlap:
         self.wait_for_steps()  # on a rank that joined no backward pass has ended and done so
         lane = self.lanes.groups[0].during("agree")
 
-        def end(failure: BaseException | None) -> None:
+        def end(_: object, failure: BaseException | None, __: object) -> None:
             engine.compare_calls(lane, self.core.call("step()", failure), with_last=True)
 
-        with finally_call(end):
+        with ExitStack() as at_end:
+            at_end.push(end)  # with an error too: the other ranks wait for it
             try:
                 self._step_rest(late, joined=joined)
             finally:
                 self._loop_calls_step = True
                 self.current = None
-        self._joins.end_step()
+        if self._joins.under_way:
+            self._joins.end_step()
 
     def _step_rest(self, late: str, *, joined: bool) -> None:
         core, in_join, current = self.core, self._joins.under_way, self.current
@@ -337,14 +336,3 @@ class PartTask(Task):
         """Raise what failed on other ranks, where all has come."""
         if self._checks and self.failure is None:
             self._core.engine.raise_failures()
-
-
-@contextmanager
-def finally_call(end: Callable[[BaseException | None], object]) -> Iterator[None]:
-    """Call ``end`` with the body's error or None: the other ranks wait for it."""
-    try:
-        yield
-    except BaseException as error:
-        end(error)
-        raise
-    end(None)

@@ -1,17 +1,15 @@
 """The engine's task of ``step()``."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import compress
 from typing import Generic, TypeVar
 
 from zero_optim.dtensor.held_bucket import HeldBucket, check_heads, head_of
-from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import Moment, Operation
 from zero_optim.health.stamps import Call
 from zero_optim.shard.bucket import Bucket
-from zero_optim.shard.engine import Gathering
+from zero_optim.shard.task import Task
 from zero_optim.state.core import Core
 from zero_optim.step.owned import Gradients
 
@@ -19,7 +17,7 @@ T = TypeVar("T")
 _AT_ONCE = 2  # buckets that move to owners, or back
 
 
-class StepTask(Gathering, Generic[T]):
+class StepTask(Task, Generic[T]):
     """A call that changes parameters, such as ``step()``: Note [Failures in a step] in `shard.engine`."""
 
     result: T
@@ -33,8 +31,7 @@ class StepTask(Gathering, Generic[T]):
         after_work: Callable[[], None] | None = None,
         work_on: Callable[[Gradients], T] | None = None,  # some parameters alone
     ) -> None:
-        super().__init__(core.engine)
-        self._core, self._name = core, name
+        self._core, self._name, self.span = core, name, core.engine.span
         self._work, self._after_work = work, after_work  # the latter also after an error
         self._changed: Sequence[Bucket] = ()
         self._is_prepared = False
@@ -111,7 +108,6 @@ class StepTask(Gathering, Generic[T]):
         moving = {param for bucket in self._moved for param in bucket.params}
         grads = {param: core.owned.leaves.own_gradient(param) for param in core.own_params()}
         rest = {param: grad for param, grad in grads.items() if param not in moving}
-        self.awaited = Flow(_AT_ONCE * max(bucket.nbytes_to_gather for bucket in self._moved))
         for number, bucket in enumerate(self._moved):
             if bucket.is_coming:
                 bucket.take_arrived()
@@ -124,7 +120,7 @@ class StepTask(Gathering, Generic[T]):
             rest = {}
             if bucket is self._moved[-1]:
                 self._tell()
-            self.awaited.start(partial(self.gather, bucket), bucket.nbytes_to_gather)
+            self.start_awaited(bucket, _AT_ONCE)
             for later in self._moved[number + _AT_ONCE :][:1]:
                 later.start_to_owners(self._head)
 
@@ -145,19 +141,18 @@ class StepTask(Gathering, Generic[T]):
         """Leave out buckets that never trained; one must start to train on all ranks."""
         changed = self._changed
         if held := set(self._held):
-            moved = [] if self.awaited is not None else self._moved  # else they are on their way
-            return super().to_gather([b for b in buckets if b in (moved if b in held else changed)])
-        return super().to_gather(buckets if changed == buckets else [b for b in buckets if b in changed])
+            moved = [] if self.awaited else self._moved  # else they are on their way
+            return [b for b in buckets if b in (moved if b in held else changed)]
+        return buckets if changed == buckets else [b for b in buckets if b in changed]
 
     def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket, or send rows back to those who keep them."""
         if isinstance(bucket, HeldBucket):
             return bucket.start_to_holders(self.take_header())
-        return super().gather(bucket)
+        return self._core.engine.start_gather(bucket, self.take_header())
 
     def clean_up(self, error: BaseException, buckets: Sequence[Bucket]) -> None:
         """Drop what came to owners."""
-        super().clean_up(error, buckets)
         for bucket in self._held:
             bucket.release()
 

@@ -5,13 +5,13 @@ import math
 import numbers
 from collections.abc import Collection, Mapping, Sequence
 from operator import is_
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from zero_optim.compat.streams import is_asynchronous
-from zero_optim.plan.groups import PARAM_KEYS, ParamGroup
+from zero_optim.plan.groups import PARAM_KEYS, ParamGroup, options_of
 
 Plain: TypeAlias = Any  # None, a float, a text, or a list or dict of such
 OptionKey: TypeAlias = tuple[int, str]  # number of the group, name of the option
@@ -60,11 +60,11 @@ def _kind_of(value: object) -> str:
 
 def changeable(options: Mapping[str, object]) -> dict[str, Plain]:
     """Return options that can change in place (tensors, lists) as plain values."""
-    return {
-        name: plain(value)
-        for name, value in options.items()
-        if type(value) not in _STABLE and name not in PARAM_KEYS and not _is_stable(value)
-    }
+    found = {}
+    for name, value in options.items():
+        if type(value) not in _STABLE and name not in PARAM_KEYS and not _is_stable(value):
+            found[name] = plain(value)
+    return found
 
 
 def are_close(one: Plain, other: Plain) -> bool:
@@ -91,62 +91,37 @@ def text_of(value: Plain, digits: int | None = None) -> str:
     return repr(value)
 
 
-class _Entry(NamedTuple):
-    """One option; ``text`` is empty if it does not count. A stable value never changes in place."""
-
-    value: object
-    plain: Plain
-    text: str
-    is_stable: bool
-
-
 class OptionValues:
     """All groups' options at the last step as plain values, and their digest; a change makes a new list."""
 
     def __init__(self) -> None:
         self.by_group: list[dict[str, Plain]] = []
         self.digest = bytes(DIGEST_NBYTES)
-        self._groups: list[dict[str, _Entry]] = []
         self._left_out: frozenset[OptionKey] = frozenset()
         self._options: list[ParamGroup] = []  # with the same values, if none can change in place
 
     def follow(self, groups: Sequence[ParamGroup], left_out: Collection[OptionKey]) -> None:
         """Store all groups' options; the digest ignores ``left_out`` ones."""
-        is_known = self._left_out == left_out and len(groups) == len(self._options) != 0
-        if is_known and all(  # the keys and the very values that were seen last
-            group.keys() == former.keys() and all(map(is_, group.values(), map(former.__getitem__, group)))
-            for group, former in zip(groups, self._options, strict=True)
-        ):
-            return
-        before = self._groups
-        if len(groups) != len(before) or self._left_out != left_out:
-            before, self._left_out = [{} for _ in groups], frozenset(left_out)
-        self._groups = [
-            _entries_of(number, *pair, left_out)
-            for number, pair in enumerate(zip(groups, before, strict=True))
-        ]
-        is_stable = all(entry.is_stable for group in self._groups for entry in group.values())
+        if self._left_out == left_out and len(groups) == len(self._options) != 0:
+            for group, former in zip(groups, self._options, strict=True):
+                values = map(former.__getitem__, group)
+                if group.keys() != former.keys() or not all(map(is_, group.values(), values)):
+                    break
+            else:  # the keys and the very values that were seen last
+                return
+        self._left_out = frozenset(left_out)
+        options = list(map(options_of, groups))
+        is_stable = all(_is_stable(value) for group in options for value in group.values())
         self._options = list(map(dict, groups)) if is_stable else []
-        self.by_group = [{name: entry.plain for name, entry in group.items()} for group in self._groups]
-        texts = ["\0".join([group[name].text for name in sorted(group)]) for group in self._groups]
+        self.by_group = [{str(key): plain(value) for key, value in group.items()} for group in options]
+        texts = (
+            "\0".join(
+                "" if (number, name) in left_out else f"{name}={text_of(group[name], _DIGITS)}"
+                for name in sorted(group)
+            )
+            for number, group in enumerate(self.by_group)
+        )
         self.digest = hashlib.blake2b("\1".join(texts).encode(), digest_size=DIGEST_NBYTES).digest()
-
-
-def _entries_of(
-    number: int, group: ParamGroup, before: Mapping[str, _Entry], left_out: Collection[OptionKey]
-) -> dict[str, _Entry]:
-    entries = {}
-    for key, value in group.items():
-        if key in PARAM_KEYS:
-            continue
-        name = str(key)
-        entry = before.get(name)
-        if entry is None or entry.value is not value or not entry.is_stable:
-            now = plain(value)
-            text = "" if (number, name) in left_out else f"{name}={text_of(now, _DIGITS)}"
-            entry = _Entry(value, now, text, _is_stable(value))
-        entries[name] = entry
-    return entries
 
 
 def _is_stable(value: object) -> bool:

@@ -72,17 +72,11 @@ def fullest_row(sizes: Sequence[int], num_ranks: int) -> int:
 
 
 def assign_buckets(
-    keys: Sequence[Hashable],
-    nbytes: Sequence[int],
-    cap_nbytes: int | Sequence[int],
-    order: Sequence[int] | None = None,
-    *,
-    overflow: bool = False,
+    keys: Sequence[Hashable], nbytes: Sequence[int], cap_nbytes: int | Sequence[int], order: Sequence[int]
 ) -> list[list[int]]:
-    """Fill buckets with neighbouring parameters of equal key, by default last first; return the indices.
+    """Fill buckets in an order with parameters of equal key, up to the one that reaches the cap; as indices.
 
-    A list of caps is for the first, second, … bucket of a key. ``overflow`` includes the parameter that
-    reaches the cap.
+    A list of caps is for the first, second, … bucket of a key.
     """
     caps = [cap_nbytes] if isinstance(cap_nbytes, int) else list(cap_nbytes)
     if not caps or min(caps) < 1:
@@ -92,11 +86,11 @@ def assign_buckets(
     full: list[list[int]] = []
     num_full: dict[Hashable, int] = {}
     open_buckets: dict[Hashable, tuple[list[int], int]] = {}
-    for index in reversed(range(len(keys))) if order is None else order:
+    for index in order:
         key = keys[index]
         bucket, size = open_buckets.get(key, ([], 0))
         cap = caps[min(num_full.get(key, 0), len(caps) - 1)]
-        if bucket and (size >= cap if overflow else size + nbytes[index] > cap):
+        if bucket and size >= cap:
             full.append(bucket)
             num_full[key] = num_full.get(key, 0) + 1
             bucket, size = [], 0

@@ -95,7 +95,7 @@ def make_plan(
     in_units = [index for index in last_first if units[index] is not None]
     buckets = sorted(assign_buckets(keys, nbytes, sys.maxsize, in_units), key=max, reverse=True)
     outside = [index for index in last_first if units[index] is None]
-    buckets += assign_buckets(keys, nbytes, cap_nbytes, outside, overflow=True)
+    buckets += assign_buckets(keys, nbytes, cap_nbytes, outside)
     alignments, steps = [], [0] * len(params)
     for bucket in buckets:
         narrow = 1 if used is None else max(1, item_nbytes[bucket[0]] // used[bucket[0]].itemsize)

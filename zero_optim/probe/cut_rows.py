@@ -67,10 +67,6 @@ def why_not_cut(subject: OptimizerUnderTest, dtype: torch.dtype = torch.float32)
     traits = answer.traits
     if answer.subject is None or answer.feed is None or not traits.separable:
         return traits.untried or traits.coupling
-    parts = answer.subject.by_kernel()
-    if len(parts) > 1:
-        reasons = (why_not_cut(part, dtype) for part in parts)
-        return next((reason for reason in reasons if reason is not None), None)
     # A fused kernel may treat a vector's end differently, but no plan cuts there.
     if traits.shape_use is not None and (answer.feed.sparse or not answer.subject.is_fused):
         return traits.shape_use

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from zero_optim.plan.plan import ALIGNMENT_NBYTES
-from zero_optim.probe.subject import OptimizerUnderTest
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -43,10 +42,6 @@ class Feed:
     dtype: torch.dtype = torch.float32
     second: torch.dtype | None = None  # of every other parameter of a group
     huge: float = _HUGE
-
-    def with_groups(self, subject: OptimizerUnderTest) -> "Feed":
-        """Return a feed with enough parameters for every group."""
-        return replace(self, num_groups=max(self.num_groups, len(subject.groups)))
 
     def of_one(self, *shapes: Shape, num_steps: int | None = None) -> "Feed":
         """Return a feed of these shapes alone, without gaps."""

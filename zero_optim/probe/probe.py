@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
@@ -16,12 +17,9 @@ from zero_optim.probe.saved import why_not_saved
 from zero_optim.probe.subject import OptimizerUnderTest, remembered
 from zero_optim.probe.traits import NEEDS_CLOSURE, NEEDS_SECOND_ORDER, Traits
 from zero_optim.probe.trials import (
-    TOGETHER,
     TrialRecord,
-    TrialRun,
     Variant,
     anywhere,
-    first_line_of,
     first_record,
     isolated,
     record,
@@ -78,7 +76,7 @@ def state_entries(subject: OptimizerUnderTest, num_dims: int) -> dict[str, bool]
     tried = []
     for group in subject.groups:
         shapes = [_SIZES[:num_dims], _LARGE_SIZES[:num_dims]]
-        if num_dims == 1:
+        if num_dims == 1:  # a large vector only then: Shampoo would take minutes
             differs = entries_of(_SIZES[:2], group) != entries_of(_LARGE_SIZES[:2], group)
             shapes[1:] = [_LARGE_VECTOR] if differs else []
         tried += [entries for shape in shapes if (entries := entries_of(shape, group))]
@@ -217,28 +215,14 @@ def _moves_frozen(trial: TrialRecord) -> bool:
     return False
 
 
-def _why_untried(subject: OptimizerUnderTest, errors: Sequence[str]) -> str:
-    def begun(feed: Feed) -> TrialRun:
-        return start(subject, feed, feed.starts(feed.noise()), TOGETHER)
-
+def _why_untried(subject: OptimizerUnderTest, error: str) -> str:
     for feed in (_FEEDS[0], replace(_FEEDS[0], num_groups=1), _FEEDS[3]):
         for step, needs in ((_step_with_closure, NEEDS_CLOSURE), (_step_with_graph, NEEDS_SECOND_ORDER)):
-            try:
-                run = begun(feed)
+            with suppress(Exception):  # the user's class may raise anything
+                run = start(subject, feed, feed.starts(feed.noise()))
                 step(run.optimizer, [leaf for (leaf,) in run.leaves.values()])
-            except Exception as error:  # noqa: BLE001
-                errors = [*errors, first_line_of(error)]
-            else:
                 return needs
-    try:
-        arguments = list(inspect.signature(begun(_FEEDS[0]).optimizer.step).parameters.values())
-    except Exception:  # noqa: BLE001 - the reason is not an argument of step()
-        arguments = []
-    extra = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = ", ".join(p.name for p in arguments if p.default is p.empty and p.kind not in extra)
-    if needed:
-        return f"its step() needs {needed}, which only your own call of step() gives"
-    return f"on small CPU tensors it raises {errors[0]}"
+    return f"on small CPU tensors it raises {error}"
 
 
 def _step_with_closure(optimizer: Optimizer, leaves: Sequence[Tensor]) -> None:

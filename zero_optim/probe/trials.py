@@ -4,7 +4,7 @@ import random
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -160,7 +160,8 @@ class TrialRecord:
 
 
 def record(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord:
-    """Run all parameters together and record; raises the class's errors."""
+    """Run all parameters together, some in every group, and record; raises the class's errors."""
+    feed = replace(feed, num_groups=max(feed.num_groups, len(subject.groups)))
     noise = feed.noise()
     starts = feed.starts(noise)
     run = start(subject, feed, starts)
@@ -177,22 +178,22 @@ def record(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord:
     return trial
 
 
-def first_record(subject: OptimizerUnderTest, *feeds: Feed) -> TrialRecord | list[str]:
-    """Record the first feed that the class accepts, also as another candidate; or return errors."""
+def first_record(subject: OptimizerUnderTest, *feeds: Feed) -> TrialRecord | str:
+    """Record the first feed that the class accepts, also as another candidate; or return the first error."""
     errors: list[str] = []
     for candidate in subject.candidates():
         for feed in feeds:
             try:
-                return record(candidate, feed.with_groups(candidate))
+                return record(candidate, feed)
             except Exception as error:  # noqa: BLE001 - the user's class may raise anything
                 errors.append(first_line_of(error))
-    return errors
+    return errors[0]
 
 
 def recorded(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord | None:
     """Record one feed; None if the class raises."""
     try:
-        return record(subject, feed.with_groups(subject))
+        return record(subject, feed)
     except Exception:  # noqa: BLE001 - the user's class may raise anything
         return None
 

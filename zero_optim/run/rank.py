@@ -72,7 +72,8 @@ class Job:
             return Failure(**json.loads(self.path("failure", rank).read_text()))
         if exitcode is None or (exitcode == 0 and self.path("value", rank).exists()):
             return None
-        line = f"was killed by {_signal(-exitcode)}" if exitcode < 0 else f"ended with status {exitcode}"
+        named = {each.value: each.name for each in signal.Signals}.get(-exitcode, f"signal {-exitcode}")
+        line = f"was killed by {named}" if exitcode < 0 else f"ended with status {exitcode}"
         why = ""
         if not self.path("begun", rank).exists():
             why = (
@@ -96,13 +97,6 @@ class Job:
     def values(self) -> list[Any]:
         """Read what the ranks returned."""
         return [torch.load(self.path("value", rank), weights_only=False) for rank in range(self.nproc)]
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def end_with_parent(parent: int) -> None:

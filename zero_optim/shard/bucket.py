@@ -11,6 +11,7 @@ Note [Moving parameters]
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from typing import ClassVar
 from weakref import WeakSet
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from zero_optim.compat import private
 from zero_optim.compat.memory import give_back_pages, is_seen_by_others, seen_outside
-from zero_optim.flow.flow import Flow
+from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import ZERO1, Schedule
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.pieces import Piece, is_whole
@@ -63,8 +64,6 @@ class InFlat:
     def take_in_moved(self) -> list[int]:
         """Move parameters with replaced ``data`` back in; list those that do not fit."""
         moved = self.moved()
-        if not moved:  # as in most steps
-            return moved
         copy_out(self._params, self.places(moved))
         fits = [self._forms[index].fits(self._params[index]) for index in moved]
         for index in itertools.compress(moved, fits):
@@ -115,7 +114,7 @@ class Bucket:
     """Parameters that are sent in one 1-D flat tensor, with a row for each owner; whole on every rank."""
 
     schedule: Schedule = ZERO1
-    gathers: Flow | None = None  # this bucket's alone; None where gathers of all are in one
+    keeps_gather: ClassVar[bool] = False  # until `arrive`; else the engine does
 
     def __init__(
         self,
@@ -189,7 +188,8 @@ class Bucket:
     def fill(self) -> Tensor:
         """Return the flat tensor with this rank's current row; raises nothing, as other ranks wait."""
         if self._in_flat is not None:
-            self._in_flat.take_in_moved()
+            if self._in_flat.moved():
+                self._in_flat.take_in_moved()
             return self._in_flat.flat
         flat = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
         self._copy(flat, self.own, into_params=False)
@@ -218,6 +218,10 @@ class Bucket:
             others = [part for part in others if part[0] in shared]
             others = [part for part in others if self.forms[part[0]].fits(self.params[part[0]])]
         self._copy(flat, others, into_params=True)
+
+    def keep(self, gather: Pending[None]) -> None:
+        """Keep a gather that was started."""
+        raise NotImplementedError
 
     def arrive(self) -> None:
         """Make the current stream wait for a gather that another has waited for; here there is none."""

@@ -22,7 +22,7 @@ Note [Failures in a step]
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -46,38 +46,23 @@ from zero_optim.shard.gathers import gains_by_lanes, may_use_lanes, start_gather
 from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.task import Task
 
-# The flat tensors of the gathers that a call waits for take at most the memory of this many largest buckets.
-NUM_FLAT_TENSORS = 4
+NUM_FLAT_TENSORS = 4  # of gathers that a call waits for, at most
 
 
 class Gathering(Task):
-    """The gather of all buckets, without a header. Subclasses step, and send one."""
+    """The gather of all buckets, without a header."""
 
     def __init__(self, engine: "Engine") -> None:
-        self._engine, self._group = engine, engine.group.during("gather")
-        self._lanes: Lease | None = None
-        self.span = self._group.phase if engine.is_on_cpu else nullcontext()
+        self._engine, self.span = engine, engine.span
 
     def step(self, buckets: Sequence[Bucket]) -> None:
         """Note that all rows changed."""
         for bucket in buckets:
             bucket.stepped(changed=True)
 
-    def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
-        """Return all; takes lanes where they make the gather faster."""
-        self._lanes = self._engine.lanes_for(buckets)
-        return buckets
-
     def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket."""
-        group, lanes = self._group, self._lanes
-        used = (group,) if lanes is None or not may_use_lanes(bucket, group) else lanes.groups
-        return start_gather(used, bucket, self.take_header())
-
-    def clean_up(self, error: BaseException, buckets: Sequence[Any]) -> None:
-        """Let nobody else use lanes on which something failed."""
-        if self._lanes is not None:
-            self._lanes.abandon()
+        return self._engine.start_gather(bucket, self.take_header())
 
 
 class Engine:
@@ -94,13 +79,14 @@ class Engine:
         self._recipe = ZERO1  # of buckets that every rank keeps whole
         self._readers: list[frozenset[Tensor]] = []  # parameters of models whose modules wait for gathers
         self._lanes: Lease | None = None  # for owners, see Note [A lane an owner] in `gathers`
-        self._without_lanes: list[Bucket] = []  # which do not gain by them
+        self._num_asked = 0  # buckets when it was asked whether they gain by them
         self._numbers: dict[Tensor, int] = {}  # of the bucket of each parameter
         self._active: list[bool] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle without models and replicas, which have the original; lanes are taken anew."""
-        return {**vars(self), "_lanes": None, "_readers": [], "_recipe": ZERO1, "_replicas": None}
+        anew = {"_lanes": None, "_num_asked": 0, "_recipe": ZERO1, "_replicas": None}
+        return {**vars(self), **anew, "_readers": []}
 
     # ------------------------------------------------------------------ process groups that come and go
 
@@ -109,7 +95,7 @@ class Engine:
         self.group = group
         self.stamps = None if group.size == 1 else Stamps(own_options)
         group.works.note_failure("")  # of an optimizer before this one
-        self.buckets, self._numbers, self._active = [], {}, []
+        self.buckets, self._numbers, self._active, self._num_asked = [], {}, [], 0
 
     def release(self, *, waits: bool) -> None:
         """Wait for gathers or abandon them, then release the groups; no error if a rank died."""
@@ -166,6 +152,11 @@ class Engine:
             bucket.run_by(lazy if read.issuperset(bucket.params) else self._recipe)
 
     @property
+    def span(self) -> AbstractContextManager[object]:
+        """What measures gathers, and waits for them: those of the CPU."""
+        return self.group.during("gather").phase if self.is_on_cpu else nullcontext()
+
+    @property
     def row_buckets(self) -> list[RowBucket]:
         """List the buckets that are freed between steps."""
         return [bucket for bucket in self.buckets if isinstance(bucket, RowBucket)]
@@ -201,7 +192,9 @@ class Engine:
     def take_over(self) -> None:
         """Take over the user's changes; RuntimeError, after all others, if a parameter no longer fits."""
         failure: Exception | None = None
-        written = [place for bucket in self.buckets for place in bucket.written()]
+        written = list[tuple[int, int]]()
+        for bucket in self.buckets:
+            written += bucket.written()
         for bucket in self.buckets if written else ():
             copy_out(bucket.params, written)
         for bucket in self.buckets:  # all of them, then it raises
@@ -239,6 +232,8 @@ class Engine:
                         _RUN[operation](self, moment, chosen, task)
                     except BaseException as error:
                         task.clean_up(error, chosen)
+                        if self._lanes is not None:  # nobody else shall have them
+                            self._lanes.abandon()
                         raise
             task.end()
             if task.failure is not None:
@@ -261,24 +256,19 @@ class Engine:
     def _gather(self, moment: Moment, buckets: Sequence[Bucket], task: Task) -> None:
         """Start gathers; of those that this moment waits for, as many at once as memory allows."""
         with task.span:
-            chosen = task.to_gather(buckets)
-            for bucket in chosen:
-                begin = partial(task.gather, bucket)
-                if bucket.gathers is not None:
-                    bucket.gathers.start(begin)
+            for bucket in task.to_gather(buckets):
+                if bucket.keeps_gather:
+                    bucket.keep(task.gather(bucket))
                 elif Operation.WAIT in bucket.schedule.moments[moment]:
-                    if task.awaited is None:
-                        most = max(each.nbytes_to_gather for each in chosen)
-                        task.awaited = Flow(NUM_FLAT_TENSORS * most)
-                    task.awaited.start(begin, bucket.nbytes_to_gather)
+                    task.start_awaited(bucket, NUM_FLAT_TENSORS)
                 else:
-                    self.under_way.start(begin, keys=(bucket,))
+                    self.under_way.start(partial(task.gather, bucket), keys=(bucket,))
 
     @eager
     def _wait(self, _: Moment, buckets: Sequence[Bucket], task: Task) -> None:
         with task.span:
-            if task.awaited is not None:
-                task.awaited.wait()
+            while task.awaited:
+                task.awaited.popleft().wait()
             if self.under_way:
                 self.under_way.wait_for(buckets)
             for bucket in buckets:
@@ -295,16 +285,17 @@ class Engine:
         self.on(Moment.STEP, every, Gathering(self))
         self.under_way.wait()
 
-    def lanes_for(self, buckets: Sequence[Bucket]) -> Lease | None:
-        """Return lanes for owners if they make a gather faster, or did for another; all ranks call."""
-        buckets = [bucket for bucket in buckets if bucket.schedule.parameters is not Placement.HELD]
-        if self._lanes is None and self._without_lanes != buckets:
-            group = self.group.during("gather")
-            if gains_by_lanes(group, buckets):
+    def start_gather(self, bucket: Bucket, header: Header | None) -> Pending[None]:
+        """Start the gather of a bucket, on lanes where these are faster; the first one may take lanes."""
+        group = self.group.during("gather")
+        if self._lanes is None and self._num_asked != len(self.buckets):
+            self._num_asked = len(self.buckets)
+            if gains_by_lanes(group, self.buckets):
                 self._lanes = host_lanes_beside(group)
-            else:
-                self._without_lanes = list(buckets)
-        return self._lanes
+        groups: Sequence[RankGroup] = (group,)
+        if self._lanes is not None and may_use_lanes(bucket, group):
+            groups = self._lanes.groups
+        return start_gather(groups, bucket, header)
 
     # ------------------------------------------------------------------ what ranks tell each other beside
 
@@ -320,6 +311,8 @@ class Engine:
     @eager
     def agree_on_active(self, groups: Sequence[ParamGroup]) -> list[bool]:
         """Return `active`; communicates if it changed. RankMismatchError, on every rank, if it differs."""
+        if all(self._active):
+            return self._active
         active = self.active()
         if active != self._active:
             states = ["trainable" if param.requires_grad else "frozen" for param in params_of(groups)]

@@ -14,7 +14,7 @@ Note [A lane an owner]
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,8 +22,10 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.sending import gather_heads, gather_slices, spread_rows
-from zero_optim.flow.pending import Pending
-from zero_optim.health.stamp import Arrival, Header
+from zero_optim.compat.streams import is_asynchronous
+from zero_optim.flow.pending import Pending, Waitable
+from zero_optim.flow.schedule import Placement
+from zero_optim.health.stamp import Header
 from zero_optim.health.unit_stamps import Purpose, UnitStamps
 from zero_optim.shard.bucket import Bucket
 
@@ -36,40 +38,48 @@ def start_gather(
     bucket: Bucket,
     header: Header | None = None,  # goes with it
     changed: Collection[Tensor] | None = None,  # parameters that change for autograd; None for all
+    mark: int = 0,  # of a unit's gather, of which ranks may start different ones
 ) -> Pending[None]:
     """Start the gather of a bucket, owner r on lane r modulo their number. Until ``wait()`` nobody writes."""
-    flat, own = bucket.fill(), bucket.own_row
-    heads = None if header is None else header.written(lanes[0].size, lanes[0].rank, bucket.device)
-    works = [] if heads is None else gather_heads(lanes, heads[0], bucket.label)
-    beside = None if works else heads  # in one message or launch with the rows
+    flat, heads, works = bucket.fill(), None, list[Waitable]()
+    own = None if bucket.slices is None else bucket.own_row
+    used = [flat] if own is None else [flat, own]
+    if header is not None:
+        heads = header.written(lanes[0].size, lanes[0].rank, bucket.device)
+        used += heads
+        if works := gather_heads(lanes, heads[0], bucket.label):
+            works, heads = [Pending(works, partial(header.read, heads[0]))], None
     if bucket.slices is not None:
-        works += gather_slices(lanes[0], flat, bucket.slices, bucket.label, beside, own)
+        works += gather_slices(lanes[0], flat, bucket.slices, bucket.label, heads, own)
+    elif mark and works:
+        works += [spread_rows(lanes, rows, mark, bucket.label)] if (rows := bucket.rows(flat)) else []
     else:
         rows = bucket.rows(flat)
         for number, lane in enumerate(lanes):
             some = rows if len(lanes) == 1 else [row for row in rows if row[0] % len(lanes) == number]
-            works += lane.broadcast_rows(some, bucket.label, None if number else beside)
+            works += lane.broadcast_rows(some, bucket.label, None if number else heads, mark)
 
     def end(_: object) -> None:
+        if header is not None and heads is not None:  # in one message or launch with the rows
+            header.read(heads[0])
         bucket.receive(flat, changed)
-        if header is not None and heads is not None:
-            header.take(Arrival(heads[0], header.mine))
 
-    return Pending(works, end, [flat, *(() if own is None else (own,)), *(heads or ())])
+    return Pending(works, end, used)
 
 
 def start_header(lane: RankGroup, header: Header, device: torch.device) -> Pending[None]:
     """Start the gather of a header alone; all ranks call."""
     heads = header.written(lane.size, lane.rank, device)
     works = gather_heads([lane], heads[0], "stamps") or lane.broadcast_rows([], "stamps", heads)
-    return Pending(works, lambda _: header.take(Arrival(heads[0], header.mine)), heads)
+    return Pending(works, partial(header.read, heads[0]), heads)
 
 
 def gains_by_lanes(group: RankGroup, buckets: Sequence[Bucket]) -> bool:
     """Whether lanes make a gather faster; the same on every rank."""
     if group.size == 1:
         return False
-    sent = [bucket for bucket in buckets if may_use_lanes(bucket, group)]
+    whole = (bucket for bucket in buckets if bucket.schedule.parameters is Placement.WHOLE)
+    sent = [bucket for bucket in whole if may_use_lanes(bucket, group)]
     if sum(bucket.nbytes for bucket in sent) < LANES_FROM_NBYTES:
         return False
     return len({row.owner for bucket in sent for row in bucket.layout.rows}) > 1
@@ -80,32 +90,23 @@ def may_use_lanes(bucket: Bucket, group: RankGroup) -> bool:
     return group.transport(bucket.device).lets_threads and group.shared_memory(bucket.device) is None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class UnitGathers:
-    """Starts the gathers of units, among all ranks of an optimizer."""
+    """Starts the gathers of units, among all ranks of an optimizer; ``lease``: of lanes for gathers alone."""
 
-    group: RankGroup
-    lanes: Lease  # for gathers alone
-    stamps: UnitStamps
+    def __init__(self, group: RankGroup, lease: Lease, stamps: UnitStamps) -> None:
+        self.group, self.stamps, self._lease = group, stamps, lease
+        self._lanes = [lane.during("gather") for lane in lease.groups]
 
     def start(self, bucket: Bucket, purpose: Purpose, *, tells: bool = False) -> Pending[None]:
         """Start a bucket's gather, with a stamp as `UnitStamps.begin`; all ranks call, in one order."""
         self.group.works.note_failure("")  # its stamp tells
         mark, header = self.stamps.begin(bucket.params[0], purpose, tells=tells)
-        lanes = [lane.during("gather") for lane in self.lanes.groups]
         if self.group.size == 1:
-            return start_gather(lanes, bucket)
-        if not self.group.transport(bucket.device).waits_on_host:
-            if self.group.shared_memory(bucket.device) is None:
-                header = header._replace(row=self.stamps.row(mark, bucket.device))
-            return start_gather(lanes, bucket, header)
-        flat, (mine, take, _) = bucket.fill(), header
-        heads, _ = header.written(self.group.size, self.group.rank, bucket.device)
-        before = list(enumerate(heads.unbind()))  # Note [Marks of units] in `unit_stamps`
-        first, *rest = spread_rows(lanes, before, bucket.rows(flat), mark, bucket.label)
-        taken = Pending([first], lambda _: take(Arrival(heads, mine)))
-        return Pending([taken, *rest], lambda _: bucket.receive(flat), [flat])
+            return start_gather(self._lanes, bucket)
+        if self.group.shared_memory(bucket.device) is None and is_asynchronous(bucket.device):
+            header = header._replace(row=self.stamps.row(mark, bucket.device))
+        return start_gather(self._lanes, bucket, header, mark=mark)  # Note [Marks of units] in `unit_stamps`
 
     def abandon(self) -> None:
         """Give up the lanes, on which ranks started different gathers."""
-        self.lanes.abandon()
+        self._lease.abandon()

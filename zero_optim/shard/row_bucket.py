@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zero_optim.compat import private
 from zero_optim.compat.streams import record_use
-from zero_optim.flow.flow import Flow
+from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import ZERO3, Schedule
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.pieces import is_whole
@@ -71,7 +71,7 @@ class RowBucket(Uncopied, Bucket):
     """A bucket of which this rank keeps its ``row``: Note [Freed in place]. Starts empty."""
 
     schedule = ZERO3
-    gathers: Flow
+    keeps_gather = True
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class RowBucket(Uncopied, Bucket):
         self._freed = FreedParams(params, self.dtype, self.device)
         self.is_whole = self._has_changed = False
         self.is_left = False  # state dicts show the parameters as they are
-        self.gathers = Flow()  # under way
+        self._gather: Pending[None] | None = None  # the last one, which each stream waits for
         self._num_pins = 0  # users that need the parameters whole: nothing may change them
 
     @property
@@ -115,7 +115,13 @@ class RowBucket(Uncopied, Bucket):
     @property
     def needs_gather(self) -> bool:
         """Whether it is not whole, and no gather is under way."""
-        return not self.is_whole and not self.gathers.is_unclaimed
+        gather = self._gather
+        return not self.is_whole and (gather is None or not gather.is_unclaimed)
+
+    @property
+    def comes(self) -> bool:
+        """Whether somebody has still to wait for a gather."""
+        return self._gather is not None and self._gather.is_unclaimed
 
     @property
     def is_rounded(self) -> bool:
@@ -300,22 +306,33 @@ class RowBucket(Uncopied, Bucket):
             torch.autograd.graph.increment_version(self.params)
             self._has_changed = False
 
+    def keep(self, gather: Pending[None]) -> None:
+        """Keep a gather, unless one before has failed: each wait raises that."""
+        if self._gather is None or not self._gather.has_failed:
+            self._gather = gather
+
+    def forget(self) -> None:
+        """Drop a gather; the backend keeps its memory until it is done."""
+        self._gather = None
+
     def arrive(self) -> None:
         """Make the current stream wait for the gather, even if another has."""
-        self.gathers.wait()
+        if self._gather is not None:
+            self._gather.wait()
         if self.is_whole:
             record_use(self._flat)  # which may be freed while this stream still reads it
 
     def free(self) -> None:
         """Wait for the gather, then free the parameters and the flat tensor's memory."""
-        self.gathers.wait()
+        if self._gather is not None:
+            self._gather.wait()
         if not self.is_whole:
             return
         self._show(self._freed.tensors)
         self.is_whole = False
         if not self._stays:
             self._memory.free()
-            self.gathers.abandon()
+            self._gather = None
         self._freed.note_versions()
 
     def _show(self, tensors: list[Tensor]) -> None:

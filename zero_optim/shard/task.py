@@ -1,10 +1,10 @@
 """The callbacks of one call of `Engine.on`: the engine decides when, a task how."""
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
 from zero_optim.health.stamp import Header
 from zero_optim.shard.bucket import Bucket
@@ -15,7 +15,7 @@ class Task:
 
     failure: BaseException | None = None  # of this rank; raised when the others have heard of it
     header: Header | None = None  # goes with the next gather
-    awaited: Flow | None = None  # gathers that this call itself waits for
+    awaited: deque[Pending[None]] | None = None  # gathers that this call itself waits for, in order
     span: AbstractContextManager[object] = nullcontext()  # measures gathers and waits
 
     def reduce(self, bucket: Any) -> None:  # noqa: ANN401 - a bucket of gradients
@@ -33,6 +33,14 @@ class Task:
     def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket."""
         raise NotImplementedError
+
+    def start_awaited(self, bucket: Bucket, at_once: int) -> None:
+        """Start a gather that this call waits for, beside so many others that take memory."""
+        if self.awaited is None:
+            self.awaited = deque()
+        while bucket.nbytes_to_gather and len(self.awaited) >= at_once:
+            self.awaited.popleft().wait()
+        self.awaited.append(self.gather(bucket))
 
     def take_header(self) -> Header | None:
         """Return the header for the first gather, None for later ones."""

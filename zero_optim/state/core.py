@@ -74,7 +74,8 @@ class Core:
     @property
     def group(self) -> RankGroup:
         """The ranks, to communicate; RuntimeError if the optimizer is detached."""
-        self.check_attached()
+        if self.ranks.is_released:
+            self.check_attached()
         return self.ranks
 
     def check_attached(self) -> None:

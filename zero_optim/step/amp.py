@@ -45,11 +45,6 @@ class Scaling:
             found_inf = found_inf + to_device(flag, found_inf.device)
         return cls(found_inf, None if is_unscaled else private.get_scale_async(scaler), scaler)
 
-    @property
-    def status(self) -> Status:
-        """Flags that other ranks need beside ``found_inf``."""
-        return Status.DEAF if self.scaler is None else Status.NOTHING
-
     def back_off_together(
         self, optimizer: torch.optim.Optimizer, statuses: Sequence[Status], rank: int
     ) -> bool:

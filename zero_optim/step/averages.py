@@ -44,8 +44,7 @@ class WeightAverage:
 
     def update(self, params: Iterable[Tensor] | None = None) -> None:
         """Move all averages, or some, towards their parameters."""
-        if self._decay is None:
-            return
+        assert self._decay is not None  # there are averages
         chosen = self.averages if params is None else params
         averaged = [param for param in chosen if param in self.averages]
         if averaged:

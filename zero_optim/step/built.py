@@ -133,9 +133,28 @@ class BuiltOptimizer:
             del state[key]
 
     def step(self, chosen: Collection[Tensor] | None, /, *args: object, **kwargs: object) -> Any:  # noqa: ANN401
-        """Step all leaves, or the chosen ones: the groups omit the others meanwhile."""
-        if chosen is None:
-            return self._call_step(*args, **kwargs)
+        """Step all leaves, or the chosen ones, with this optimizer's hooks alone.
+
+        Those for all optimizers run around the sharded step.
+        """
+        if chosen is not None:
+            return self._step_chosen(chosen, *args, **kwargs)
+        method: Callable[..., Any] = self.optimizer.step
+        is_hooked = private.global_optimizer_pre_hooks or private.global_optimizer_post_hooks
+        function: Any = getattr(method, "__func__", None)
+        is_pytorchs = getattr(function, "__globals__", {}).get("__name__") == Optimizer.__module__
+        if not (is_hooked and is_pytorchs and getattr(function, "hooked", False)):
+            return method(*args, **kwargs)
+        arguments: tuple[Any, Any] = ((self.optimizer, *args), kwargs)
+        for hook in self.optimizer._optimizer_step_pre_hooks.values():
+            arguments = hook(self.optimizer, *arguments) or arguments
+        result = function.__wrapped__(*arguments[0], **arguments[1])
+        for done_hook in self.optimizer._optimizer_step_post_hooks.values():
+            done_hook(self.optimizer, *arguments)
+        return result
+
+    def _step_chosen(self, chosen: Collection[Tensor], /, *args: object, **kwargs: object) -> Any:  # noqa: ANN401
+        """Step some leaves: the groups omit the others meanwhile."""
         groups = self.optimizer.param_groups
         members = [group["params"] for group in groups]
         if len(members) != len(self._members) or not all(map(is_, members, self._members)):
@@ -153,26 +172,10 @@ class BuiltOptimizer:
         try:
             for group, leaves in zip(groups, stepped, strict=True):
                 group["params"] = leaves
-            return self._call_step(*args, **kwargs)
+            return self.step(None, *args, **kwargs)
         finally:
             for group, leaves in zip(groups, members, strict=True):
                 group["params"] = leaves
-
-    def _call_step(self, *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - what the class returns
-        """Step with this optimizer's hooks alone: those for all optimizers run around the sharded step."""
-        method: Callable[..., Any] = self.optimizer.step
-        is_hooked = private.global_optimizer_pre_hooks or private.global_optimizer_post_hooks
-        function: Any = getattr(method, "__func__", None)
-        is_pytorchs = getattr(function, "__globals__", {}).get("__name__") == Optimizer.__module__
-        if not (is_hooked and is_pytorchs and getattr(function, "hooked", False)):
-            return method(*args, **kwargs)
-        arguments: tuple[Any, Any] = ((self.optimizer, *args), kwargs)
-        for hook in self.optimizer._optimizer_step_pre_hooks.values():
-            arguments = hook(self.optimizer, *arguments) or arguments
-        result = function.__wrapped__(*arguments[0], **arguments[1])
-        for done_hook in self.optimizer._optimizer_step_post_hooks.values():
-            done_hook(self.optimizer, *arguments)
-        return result
 
     def load(self, groups: list[ParamGroup], state: Mapping[Any, Any], *, exact: bool) -> None:
         """Replace the state through the class's ``load_state_dict``, as `LocalOptimizer.load`."""

@@ -12,7 +12,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import is_
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ from zero_optim.compat import private
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.dtensor.placement import is_dtensor
 from zero_optim.plan.description import describe
-from zero_optim.plan.pieces import Pieces
+from zero_optim.plan.pieces import Pieces, whole_piece
 from zero_optim.step.partial import PartialGradient, is_on_host, rows_here
 
 _HEADING_NBYTES = 16  # a byte for failure, then the digest
@@ -39,28 +39,12 @@ _DOUBLE = struct.Struct("=d")
 
 @dataclass(frozen=True, slots=True)
 class ClipArguments:
-    """Unchecked arguments of ``clip_grad_norm_``; ``told`` is their text if another rank sent them."""
+    """Unchecked arguments of ``clip_grad_norm_``."""
 
     max_norm: float
     norm_type: float
     error_if_nonfinite: bool
     foreach: bool | None
-    told: str = ""
-
-    @classmethod
-    def received(cls, values: Sequence[Any] | None) -> "ClipArguments":
-        """Build the arguments from another rank's `to_send`; None means wrong ones."""
-        return cls(0.0, 2.0, False, None) if values is None else cls(*values)
-
-    def to_send(self) -> list[Any] | None:
-        """Return the arguments for a joined rank; None if they are wrong."""
-        try:
-            order = self.check()
-        except (TypeError, ValueError):
-            return None  # raised on every rank where the norm is computed
-        max_norm: Any = self.max_norm  # PyTorch takes a tensor too
-        max_norm = max_norm if isinstance(max_norm, Tensor) else float(max_norm)
-        return [max_norm, order, self.error_if_nonfinite, self.foreach, str(self)]
 
     def check(self) -> float:
         """Return the order of the norm; TypeError or ValueError for a wrong argument."""
@@ -71,7 +55,7 @@ class ClipArguments:
         return _number("norm_type", self.norm_type)
 
     def __str__(self) -> str:
-        return self.told or (
+        return (
             f"max_norm={describe(self.max_norm)}, norm_type={describe(self.norm_type)}, "
             f"error_if_nonfinite={self.error_if_nonfinite}, foreach={self.foreach}"
         )
@@ -155,6 +139,12 @@ def clip_together(
     scaled: Any = [SimpleNamespace(grad=rows) for rows in beside]
     torch.nn.utils.clip_grads_with_norm_(scaled, arguments.max_norm, norm, arguments.foreach)
     return norm
+
+
+def clip_alone(group: RankGroup, params: Sequence[Tensor], arguments: ClipArguments) -> Tensor:
+    """Clip gradients that each rank has whole, and return their norm. No communication."""
+    slots = NormSlots([whole_piece(0, param.shape) for param in params], 0, 1)
+    return clip_together(replace(group, rank=0, size=1), params, slots, arguments)
 
 
 def _global_norm(

@@ -6,7 +6,6 @@ exchange status bytes before a step inside ``Join`` or with scaled gradients.
 
 from collections.abc import Sequence
 from enum import IntFlag
-from typing import Any
 
 from torch import Tensor
 
@@ -27,7 +26,6 @@ class Status(IntFlag):
     JOINED = 1  # it ran out of inputs
     INFINITE = 2  # its scaler found an infinity
     DEAF = 4  # if another rank finds one, its scaler cannot be told
-    CLIPS = 8  # it clips gradients, and steps later
 
 
 def exchange(
@@ -43,13 +41,6 @@ def exchange(
         if failure is not None:
             raise failure
     statuses = [Status(each[0]) for each in ballot.payloads]
-    clipping = ranks_that(statuses, Status.CLIPS)
-    stepping = [rank for rank, each in enumerate(statuses) if not each & (Status.CLIPS | Status.JOINED)]
-    if clipping and stepping:
-        raise RuntimeError(
-            f"inside Join ranks {clipping} called clip_grad_norm_(), and ranks {stepping} stepped: every "
-            "rank that has inputs left must do all"
-        )
     infinite = ranks_that(statuses, Status.INFINITE)
     deaf = sorted({*ranks_that(statuses, Status.DEAF)} - {*infinite})
     if infinite and deaf:
@@ -71,17 +62,16 @@ def lend_gradients(
     params: Sequence[Tensor],
     pieces: Sequence[Pieces],
     groups: list[ParamGroup],
-    beside: object = None,
-) -> Any:  # noqa: ANN401 - what the lender gave
+) -> None:
     """Send joined ranks options, and gradients of their rows, from the lowest active one; all ranks call."""
     have_joined = ranks_that(statuses, Status.JOINED)
     if len(have_joined) in (0, group.size):
-        return None
+        return
     lender = next(rank for rank in range(group.size) if rank not in have_joined)
     parcels, received = [], None
     with failing_together(group):
         if group.rank == lender:
-            options = {"options": [options_of(each) for each in groups], "beside": beside}
+            options = {"options": [options_of(each) for each in groups]}
             for to in have_joined:
                 taken = zip(params, (piece_of(of_param, to) for of_param in pieces), strict=True)
                 grads = {
@@ -96,7 +86,7 @@ def lend_gradients(
         received = recv_encoded(group, lender)
     with failing_together(group):  # a gradient may be of a tensor subclass that is not imported here
         if received is None:
-            return None
+            return
         skeleton, tensors = received
         parcel = decode(skeleton, iter(tensors))
         for own, options in zip(groups, parcel["options"], strict=True):
@@ -105,4 +95,3 @@ def lend_gradients(
             piece = piece_of(of_param, group.rank)
             if piece is not None:
                 set_owned_gradient(param, piece, parcel["grads"].get(index))
-        return parcel["beside"]

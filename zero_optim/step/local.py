@@ -1,7 +1,7 @@
 """The local optimizer: the user's classes over the leaves of this rank."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,8 @@ from zero_optim.probe.traits import Traits
 from zero_optim.step.built import BuiltOptimizer
 from zero_optim.step.spec import Closure, CutRowsOf, GroupSpec, OptimizerSpec
 
-_ABSENT = object()
+_ABSENT, _STEP = object(), attrgetter("step")
+_STATE = attrgetter("optimizer.state")
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
@@ -173,9 +174,8 @@ class LocalOptimizer:
         self, groups: list[ParamGroup], closure: Closure, chosen: set[Tensor] | None, /, **kwargs: object
     ) -> float | None:
         """Step all leaves, or the chosen ones; returns the class's result."""
-        steps = [partial(built.step, chosen) for built in self._built]
         arguments = () if closure is None else (closure,)
-        stepped: float | None = self.call(groups, steps, *arguments, **kwargs)
+        stepped: float | None = self.call(groups, list(map(_STEP, self._built)), chosen, *arguments, **kwargs)
         return stepped
 
     def find(self, name: str) -> list[Any]:
@@ -205,7 +205,8 @@ class LocalOptimizer:
             if before[number]:
                 now = changeable(local)
                 changed += [key for key, was in before[number].items() if not are_close(was, now.get(key))]
-            self._written.update((number, str(key)) for key in changed)
+            if changed:
+                self._written.update((number, str(key)) for key in changed)
         return results[0]
 
     def follow_members(self, groups: Sequence[ParamGroup]) -> None:
@@ -281,7 +282,7 @@ class LocalOptimizer:
     @property
     def states(self) -> list[dict[Any, Any]]:
         """The state of each optimizer: leaf -> entries, and any global entries."""
-        return [built.optimizer.state for built in self._built]
+        return list(map(_STATE, self._built))
 
     def replace_states(self, states: Sequence[dict[Any, Any]]) -> None:
         """Replace the state of each optimizer."""

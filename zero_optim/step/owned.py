@@ -15,7 +15,7 @@ from zero_optim.plan.pieces import Piece, Pieces
 from zero_optim.step.averages import EMA, WeightAverage
 from zero_optim.step.leaves import MASTER, Leaves
 from zero_optim.step.local import LocalOptimizer
-from zero_optim.step.partial import make_plain
+from zero_optim.step.partial import OwnedGradient, make_plain
 from zero_optim.step.spec import Closure, OptimizerSpec
 from zero_optim.step.state_view import OwnedStateView
 
@@ -81,10 +81,12 @@ class OwnedState:
     def run(self, work: Callable[[], T], gradients: Gradients | None = None) -> T:
         """Run ``work`` on the leaves, or those with ``gradients``; write them back, even if it raises."""
         own = None if gradients is None else self._own(gradients)
-        make_plain(self.leaves.owned if own is None else own)
+        if OwnedGradient.has_any:
+            make_plain(self.leaves.owned if own is None else own)
         with self.leaves.in_use(own) if self.leaves.separate or own is not None else nullcontext():
             result = work()
-        self.average.update(gradients)  # also of parameters without a gradient
+        if self.average.averages:
+            self.average.update(gradients)  # also of parameters without a gradient
         return result
 
     def step(

@@ -141,9 +141,8 @@ class PartialGradient(Tensor):
             f"gradients are sharded, and this one is {owned_by_text(self._pieces)}. {first}To clip, all "
             "ranks call optimizer.clip_grad_norm_(), in the place of torch.nn.utils.clip_grad_norm_(); it "
             "returns the norm to log, and changes nothing with max_norm=math.inf. To add several passes up "
-            "leave that to ShardedDataParallel(accumulate=...); after a pass that a hook has "
-            "reduced to owners (reduce_to_owners, zero_step), call zero_grad() before the next one. The rows "
-            'of this rank are in ".piece"; optimizer.owned_parameters() are those of which there are any'
+            "leave that to ShardedDataParallel(accumulate=...). The rows of this rank are in "
+            '".piece"; optimizer.owned_parameters() are those of which there are any'
         )
 
     @classmethod
@@ -241,7 +240,7 @@ def owned(grad: Tensor, agree: Agree | None) -> Tensor:
 
 def make_plain(params: Iterable[Tensor]) -> None:
     """Turn each `OwnedGradient` into an ordinary tensor, in place."""
-    for param in params if OwnedGradient.has_any else ():
+    for param in params:
         grad: Any = param.grad
         if type(grad) is OwnedGradient:
             grad.__class__ = Tensor  # type: ignore[assignment] # mypy sees the class that it had

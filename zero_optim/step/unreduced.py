@@ -105,10 +105,13 @@ class UnreducedParams:
             reduced = {param for reducer in reducers for param in reducer.params}
             self._known, self._outside = known, [param for param in params if param not in reduced]
             self.are_known = len(self._outside) < len(params)
-        if self.are_known:
-            training = [param for param in self._outside if param.requires_grad]
-            unreduced = dict.fromkeys(training, Unreduced(None, _NOT_WRAPPED))
-            unreduced.update(_not_synced(reducers, params))
+        for param in self._outside if self.are_known else ():
+            if param.requires_grad:
+                unreduced[param] = Unreduced(None, _NOT_WRAPPED)
+        for reducer in reducers if self.are_known else ():
+            if True in reducer.unreduced:
+                unreduced.update(_not_synced(reducers, params))
+                break
         for frozen in list(_FROZEN):
             unreduced.update(
                 (param, Unreduced(name, NOT_REDUCED)) for name, param in frozen.unfrozen() if param in params
@@ -118,12 +121,9 @@ class UnreducedParams:
 
 def _not_synced(reducers: Sequence[GradientReducer], params: Collection[Tensor]) -> dict[Tensor, Unreduced]:
     """Find the parameters with a gradient of an unreduced pass, unless a second reducer has reduced it."""
-    suspects = [reducer for reducer in reducers if True in reducer.unreduced]
-    if not suspects:
-        return {}
     unreduced = {
         param: Unreduced(name, _NOT_SYNCED)
-        for reducer in suspects
+        for reducer in reducers
         for name, param, is_unreduced in zip(reducer.names, reducer.params, reducer.unreduced, strict=True)
         if is_unreduced and param in params and param.grad is not None
     }
