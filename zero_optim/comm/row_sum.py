@@ -140,8 +140,8 @@ def _start_by_hosts(
 
 
 def _add(arrivals: Sequence[Tensor], rank: int, total: Tensor) -> Tensor:
-    """Add rows in the order of ranks; ``total`` may be this rank's row. Returns it."""
-    lower, own, upper = arrivals[:rank], arrivals[rank], arrivals[rank + 1 :]
+    """Add two rows or more in the order of ranks; ``total`` may be this rank's row. Returns it."""
+    lower, own = arrivals[:rank], arrivals[rank]
     if len(arrivals) > 2 and own.is_floating_point() and own.element_size() < 4:
         for at in range(0, own.numel(), _ADDED_AT_ONCE):  # Note [Sums of 16 bits]
             wide = arrivals[0][at : at + _ADDED_AT_ONCE].float()
@@ -149,19 +149,12 @@ def _add(arrivals: Sequence[Tensor], rank: int, total: Tensor) -> Tensor:
                 wide += row[at : at + _ADDED_AT_ONCE]
             total[at : at + _ADDED_AT_ONCE] = wide
         return total
-    if lower:
-        torch.add(own, _added(lower[0], lower[1:]), out=total)  # a + b has the bits of b + a
-    elif upper:
-        torch.add(own, upper[0], out=total)
-        upper = upper[1:]
-    elif total is not own:
-        total.copy_(own)
-    return _added(total, upper)
-
-
-def _added(total: Tensor, others: Sequence[Tensor]) -> Tensor:
-    for arrivals in others:
-        total += arrivals
+    for row in lower[1:]:
+        lower[0].add_(row)
+    first, *others = *lower[:1], *arrivals[rank + 1 :]
+    torch.add(own, first, out=total)  # a + b has the bits of b + a
+    for row in others:
+        total += row
     return total
 
 
