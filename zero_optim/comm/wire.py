@@ -1,19 +1,14 @@
 """Nested values sent between ranks without pickle: a skeleton, then tensors' memory in bounded pieces."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.encoding import (
-    Nested,
-    Skeleton,
-    blank_tensors,
-    decode,
-    rewrapped,
-)
+from zero_optim.comm.encoding import Nested, Skeleton, blank_tensors, decode, rewrapped
 from zero_optim.comm.frames import bytes_to_tensor, tensor_to_bytes
 from zero_optim.comm.sending import recv, send
 from zero_optim.compat import private
@@ -33,7 +28,7 @@ def memory_of(tensor: Tensor) -> Tensor:
     return held.as_strided((held.numel(),), (1,)).view(torch.uint8)
 
 
-def pieces_of(memories: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def pieces_of(memories: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Cut memories, as bytes, into pieces of `PIECE_NBYTES`, lists of views; equal on all ranks."""
     piece: list[Tensor] = []
     room = PIECE_NBYTES
@@ -53,53 +48,43 @@ def pieces_of(memories: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def pack(tensors: Sequence[Tensor], into: Tensor) -> None:
     """Copy tensors on any devices into 1-D CPU bytes, by way of pinned pieces."""
     memories = [memory_of(tensor) for tensor in tensors]
-    if not into.numel():
-        return
-    if all(memory.device.type == "cpu" for memory in memories):
-        torch.cat(memories, out=into)
-        return
-    start = 0
-    for piece in pieces_of(memories):
-        octets = HostCopy(*piece).read()
-        into[start : start + octets.numel()].copy_(octets)
-        start += octets.numel()
-
-
-def copied(tensor: Tensor) -> Tensor:
-    """Copy a tensor with its strides and a subclass's attributes, detached."""
-    if wraps_tensors(tensor):
-        return rewrapped(tensor, copied)  # not all of these classes have a clone()
-    return _like(tensor, tensor.detach().clone())
-
-
-def copied_to_cpu(tensor: Tensor) -> Tensor:
-    """Copy a tensor as `copied` does, into CPU memory."""
-    if wraps_tensors(tensor):
-        return rewrapped(tensor, copied_to_cpu)
-    return copied(tensor) if tensor.device.type == "cpu" else _like(tensor, tensor.detach().cpu())
+    _copy(memories, torch.split(into, [memory.numel() for memory in memories]))
 
 
 def all_copied_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy plain dense tensors with their strides to the CPU, by way of pinned pieces."""
     copies = [
         torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=tensor.dtype, device="cpu")
-        if is_asynchronous(tensor.device)
-        else tensor.detach().to("cpu", copy=True)
         for tensor in tensors
     ]
-    staged = [i for i, tensor in enumerate(tensors) if is_asynchronous(tensor.device)]
-    sources, targets = ([memory_of(held[i]) for i in staged] for held in (tensors, copies))
-    for piece, places in zip(pieces_of(sources), pieces_of(targets), strict=True):
-        octets = HostCopy(*piece).read()
-        private.foreach_copy_(places, list(torch.split(octets, [place.numel() for place in places])))
-        del octets  # its memory serves the next piece
+    _copy(map(memory_of, tensors), map(memory_of, copies))
     return copies
 
 
-def _like(tensor: Tensor, copy: Tensor) -> Tensor:
-    if type(tensor) not in (Tensor, torch.nn.Parameter) and not wraps_tensors(tensor):
+def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
+    """Copy memories to others of the CPU."""
+    for piece, places in zip(pieces_of(sources), pieces_of(targets), strict=True):
+        parts = piece
+        if any(is_asynchronous(part.device) for part in piece):
+            parts = list(torch.split(HostCopy(*piece).read(), [place.numel() for place in places]))
+        private.foreach_copy_(places, parts)
+        del parts  # whose pinned memory serves the next piece
+
+
+def copied(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """Copy a tensor with its strides and a subclass's attributes, detached; to another device if given."""
+    if wraps_tensors(tensor):
+        return rewrapped(tensor, partial(copied, device=device))  # not all of these classes have a clone()
+    copy = tensor.detach()
+    copy = copy.clone() if device in (None, tensor.device) else copy.to(device)
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
         vars(copy).update(vars(tensor))
     return copy
+
+
+def copied_to_cpu(tensor: Tensor) -> Tensor:
+    """Copy a tensor as `copied` does, into CPU memory."""
+    return copied(tensor, torch.device("cpu"))
 
 
 def send_value(group: RankGroup, to: Sequence[int], skeleton: Skeleton, tensors: list[Tensor]) -> None:
