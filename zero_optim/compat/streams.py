@@ -66,10 +66,6 @@ class Accelerator:
         """Allocate a pinned host tensor, for copies beside the CPU."""
         return torch.empty_like(like, device="cpu", pin_memory=True)
 
-    def pinned(self, tensor: Tensor) -> Tensor:
-        """Copy a CPU tensor to pinned memory."""
-        return self.host_tensor(tensor).copy_(tensor) if tensor.device.type == "cpu" else tensor
-
     def future(self, device: torch.device) -> torch.futures.Future[Tensor]:
         """Return a future whose waiters' streams wait for the stream that set it."""
         return torch.futures.Future(devices=[device])
@@ -165,16 +161,17 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a small tensor to a device; the CPU waits only for a copy to the CPU."""
     if tensor.device == device:
         return tensor
-    accelerator = accelerator_of(device)
-    source = tensor if accelerator is None else accelerator.pinned(tensor)
-    return source.to(device, non_blocking=accelerator is not None)
+    copy = torch.empty_like(tensor, device=device)
+    copy_to(copy, tensor)
+    return copy
 
 
 def copy_to(place: Tensor, tensor: Tensor) -> None:
-    """Copy a small CPU tensor into a device tensor. The CPU does not wait."""
+    """Copy a small tensor into a device tensor. The CPU does not wait."""
     accelerator = accelerator_of(place.device)
-    source = tensor if accelerator is None else accelerator.pinned(tensor)
-    place.copy_(source, non_blocking=accelerator is not None)
+    if accelerator is not None and tensor.device.type == "cpu":
+        tensor = accelerator.host_tensor(tensor).copy_(tensor)
+    place.copy_(tensor, non_blocking=accelerator is not None)
 
 
 def future_on(device: torch.device) -> torch.futures.Future[Tensor]:
@@ -225,8 +222,7 @@ class LateCopies:
     def to_host(self, tensor: Tensor) -> Tensor:
         """Start to copy a device tensor to new host memory; later work may change it."""
         accelerator = accelerator_of(tensor.device)
-        if accelerator is None:
-            return tensor.detach().to("cpu", copy=True)
+        assert accelerator is not None
         place = accelerator.host_tensor(tensor)
         self.to_place(place, tensor.detach())
         return place
@@ -234,14 +230,12 @@ class LateCopies:
     def to_place(self, place: Tensor, tensor: Tensor) -> None:
         """Start to copy between a device, which converts dtypes, and memory of `to_host` or `host_memory`."""
         device = tensor.device if place.device.type == "cpu" else place.device
-        beside = is_asynchronous(device)
         if place.dtype != tensor.dtype and place.device == device:
-            tensor = tensor.to(device, non_blocking=beside)
-        place.copy_(tensor, non_blocking=beside)
-        if beside:
-            record_use(tensor)  # perhaps made on another stream, to which its memory goes back
-            with self._lock:
-                self._events[device, current_stream(device)] = recorded_event(device)
+            tensor = tensor.to(device, non_blocking=True)
+        place.copy_(tensor, non_blocking=True)
+        record_use(tensor)  # perhaps made on another stream, to which its memory goes back
+        with self._lock:
+            self._events[device, current_stream(device)] = recorded_event(device)
 
     def wait(self) -> None:
         """Wait on the CPU for all copies started so far."""
@@ -253,10 +247,9 @@ class LateCopies:
 
 
 def host_memory(like: Tensor) -> Tensor:
-    """Allocate lasting host memory of exactly the size of a 1-D device tensor."""
+    """Allocate lasting host memory of exactly the size of a 1-D tensor of an accelerator."""
     accelerator = accelerator_of(like.device)
-    if accelerator is None:
-        return torch.empty_like(like, device="cpu")
+    assert accelerator is not None
     in_full = pinned_in_full(like, accelerator.module)
     return accelerator.host_tensor(like) if in_full is None else in_full
 
