@@ -70,12 +70,17 @@ def _table(mesh: object, owners: RankGroup) -> _Table:
 
 
 def _make_everyone(ranks: list[int], inner: RankGroup, across: RankGroup) -> RankGroup:
+    """Return the group of all ranks of a mesh, a new one if there is none. All call; communicates."""
     world = RankGroup.of(None, inner.data_devices).within(inner.phase.timeout)
     for known in (world, across):
         serves = {device.type for device in inner.data_devices} <= known.backends.keys()
         if serves and list(known.works.ranks) == ranks:
             return known
-    return make_over(ranks, inner, across)
+    token = across.all_gather_fixed(secrets.token_hex(8).encode())[0]
+    token = inner.all_gather_fixed(token)[0]  # that of the first rank of all
+    name, what = f"zero_optim:{token.decode()}", "could not create a process group of the whole mesh"
+    process_group = make_together(inner, ranks, inner.data_backend, name, what)
+    return RankGroup.of(process_group, inner.data_devices).within(inner.phase.timeout)
 
 
 def agree_between_replicas(everyone: RankGroup, items: Sequence[str]) -> None:
@@ -83,12 +88,3 @@ def agree_between_replicas(everyone: RankGroup, items: Sequence[str]) -> None:
     hint = "All replicas must divide parameters in the same way: build the optimizers with cuts=False, or on "
     hint += "equal machines"
     agree(everyone, items, "the optimizers of the replicas", {"parameter": hint})
-
-
-def make_over(ranks: Sequence[int], inner: RankGroup, across: RankGroup) -> RankGroup:
-    """Make a process group of all ranks of a mesh. All call; communicates."""
-    token = across.all_gather_fixed(secrets.token_hex(8).encode())[0]
-    token = inner.all_gather_fixed(token)[0]  # that of the first rank of all
-    name, what = f"zero_optim:{token.decode()}", "could not create a process group of the whole mesh"
-    process_group = make_together(inner, ranks, inner.data_backend, name, what)
-    return RankGroup.of(process_group, inner.data_devices).within(inner.phase.timeout)
