@@ -16,10 +16,10 @@ Note [Two levels]
     sockets gloo has no stream, and each wait would hold up the backward pass: there all ranks send to all.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from zero_optim.flow.pending import AfterEvent, Waitable
 from zero_optim.plan.slices import Slices, stripes_of
 
 Lanes = Sequence[RankGroup]
-Row = tuple[int, Tensor]  # 1-D, contiguous, and who sends it
+Row = tuple[int, Tensor]  # 1-D, contiguous, and who sends it, or to whom it goes
 _PARTS = 2**30  # tags of parts
 _OF_HEADS = _PARTS + 1  # the tag of heads
 
@@ -75,10 +75,9 @@ def exchange(
             parts, arrivals = torch.split(sent, list(sizes)), torch.split(received, list(came))
             if came[rank]:
                 arrivals[rank].copy_(parts[rank])
-            _count_as_one(lane, lanes)
             others = [other for other in range(lane.size) if other != rank]
             sends, receives = ([(other, of[other]) for other in others] for of in (parts, arrivals))
-            handle: Waitable = _start_paired(lane, sends, receives, lanes, tag)
+            handle: Waitable = _start_paired(lanes, sends, receives, tag)
         else:
             handle = start_all_to_all(lane, sent, sizes, received, came)
         work.take(handle)
@@ -182,9 +181,8 @@ def spread_rows(lanes: Lanes, rows: Sequence[Row], tag: int, about: str) -> Wait
     others = [rank for rank in range(group.size) if rank != group.rank]
     sends = [(rank, row) for owner, row in rows if owner == group.rank for rank in others]
     receives = [(owner, row) for owner, row in rows if owner != group.rank]
-    _count_as_one(group, lanes)
     with group.begin_work(about, rows[0][1].device) as work:
-        work.take(_start_paired(group, sends, receives, lanes, tag))
+        work.take(_start_paired(lanes, sends, receives, tag))
     group.phase.sent(sum(row.nbytes for _, row in sends), 1 if tag == _OF_HEADS else len(rows))
     return work
 
@@ -194,7 +192,7 @@ def send(group: RankGroup, tensor: Tensor, *to: int) -> None:
     staged = tensor.to(group.device)
     with group.begin_work("", staged.device) as work:
         with _at_once(group, staged.device) as started:
-            each = _started([_isend(group, staged, rank) for rank in to])
+            each = [_start(dist.isend, group, staged, group_dst=rank) for rank in to]
         handles = started or each
         on_host = group.transport(staged.device).waits_on_host
         work.take(*([Paired(handles)] if on_host else handles))
@@ -207,30 +205,24 @@ def recv(group: RankGroup, tensor: Tensor, source: int) -> None:
     staged = tensor if tensor.device == group.device else torch.empty_like(tensor, device=group.device)
     with group.phase, group.begin_work():
         with _at_once(group, staged.device) as started:
-            each = _started([_irecv(group, staged, source)])
-        for work in started or each:
-            work.wait()
+            work = _start(dist.irecv, group, staged, group_src=source)
+        for each in started or [work]:
+            each.wait()
     if staged is not tensor:
         tensor.copy_(group.read(HostCopy(staged)) if tensor.device.type == "cpu" else staged)
 
 
-def _start_paired(
-    group: RankGroup,
-    sends: Iterable[tuple[int, Tensor]],
-    receives: Iterable[tuple[int, Tensor]],
-    lanes: Lanes,
-    tag: int = 0,
-) -> Paired:
-    """Start sends and receives, on the lanes of the senders."""
-    lane, sends = lanes[group.rank % len(lanes)], list(sends)
-    sent = _started([_isend(lane, tensor, rank, tag) for rank, tensor in sends])
-    arrivals = _started([_irecv(lanes[rank % len(lanes)], tensor, rank, tag) for rank, tensor in receives])
-    return Paired(sent, arrivals, is_small=all(tensor.nbytes <= SMALL for _, tensor in sends))
-
-
-def _count_as_one(group: RankGroup, lanes: Lanes) -> None:
+def _start_paired(lanes: Lanes, sends: Iterable[Row], receives: Iterable[Row], tag: int) -> Paired:
+    """Start sends and receives, on the lanes of the senders; they count as one collective."""
+    group, sends = lanes[0], list(sends)
     for lane in lanes[: group.size]:
         lane.works.apart -= 1
+    lane = lanes[group.rank % len(lanes)]
+    sent = [_start(dist.isend, lane, tensor, tag, group_dst=rank) for rank, tensor in sends]
+    arrivals = [
+        _start(dist.irecv, lanes[rank % len(lanes)], tensor, tag, group_src=rank) for rank, tensor in receives
+    ]
+    return Paired(sent, arrivals, is_small=all(tensor.nbytes <= SMALL for _, tensor in sends))
 
 
 def _at_once(group: RankGroup, device: torch.device) -> AbstractContextManager[list[dist.Work]]:
@@ -239,15 +231,6 @@ def _at_once(group: RankGroup, device: torch.device) -> AbstractContextManager[l
     return nullcontext([])
 
 
-def _isend(group: RankGroup, tensor: Tensor, to: int, tag: int = 0) -> dist.Work | None:
+def _start(call: Callable[..., Any], group: RankGroup, tensor: Tensor, tag: int = 0, **peer: int) -> Any:  # noqa: ANN401
     group.works.apart += 1
-    return dist.isend(tensor, group=group.process_group, tag=tag, group_dst=to)
-
-
-def _irecv(group: RankGroup, tensor: Tensor, source: int, tag: int = 0) -> dist.Work | None:
-    group.works.apart += 1
-    return dist.irecv(tensor, group=group.process_group, tag=tag, group_src=source)
-
-
-def _started(works: Iterable[dist.Work | None]) -> list[dist.Work]:
-    return [work for work in works if work is not None]
+    return call(tensor, group=group.process_group, tag=tag, **peer)
