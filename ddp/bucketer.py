@@ -37,31 +37,33 @@ _NUM_UNDER_WAY = 2
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """Collected inputs: a column each, with one chunk in the row of each rank."""
+    """Collected inputs, each with a chunk for every rank."""
 
-    rows: list[list[Tensor]]
+    ranks: RankGroup
+    lease: Lease
+    inputs: list[list[Tensor]] = field(default_factory=list)
     calls: list[tuple[torch.Size, Callback | None]] = field(default_factory=list)  # with this rank's shape
     nbytes: int = 0
     # The last event of each stream on which a call came.
     ready: dict[Stream | None, Event | None] = field(default_factory=dict)
 
-    def add(
-        self, chunks: Sequence[Tensor], nbytes: int, shape: torch.Size, callback: Callback | None
-    ) -> None:
-        for row, chunk in zip(self.rows, chunks, strict=True):
-            row.append(chunk.detach().reshape(-1))
+    def add(self, chunks: Sequence[Tensor], nbytes: int, callback: Callback | None) -> None:
+        self.inputs.append([chunk.detach().reshape(-1) for chunk in chunks])
         device = chunks[0].device
         self.ready[current_stream(device)] = recorded_event(device)
-        self.calls.append((shape, callback))
+        self.calls.append((chunks[self.ranks.rank].shape, callback))
         self.nbytes += nbytes
 
-    def pack(self, device: torch.device) -> Tensor:
+    def start(self) -> Pending[Tensor]:
+        """Start the sum; inputs are dropped."""
+        device, rows = self.inputs[0][0].device, list(zip(*self.inputs, strict=True))
+        lengths = tuple(sum(chunk.numel() for chunk in row) for row in rows)
         for event in self.ready.values():
             wait_for_event(device, event)
-        chunks, self.rows = list(chain.from_iterable(self.rows)), []
+        chunks, self.inputs = list(chain.from_iterable(rows)), []
         packed = torch.cat(chunks)
         record_use(*chunks)  # perhaps made on other streams, and dropped before this one is here
-        return packed
+        return start_row_sum(self.ranks, self.lease.groups, packed, Slices(self.ranks.rank, lengths))
 
 
 class ReduceScatterBucketer:
@@ -109,18 +111,20 @@ class ReduceScatterBucketer:
         _check(input_list, dist.get_world_size(group))
         device = input_list[0].device
         kind = group, input_list[0].dtype, device
-        ranks, _ = self._ranks_for(group, device)
         size = sum(chunk.numel() * chunk.itemsize for chunk in input_list)
         goes_at_once = size > self._cap_nbytes or self._cap_nbytes <= 0
         bucket = None if goes_at_once else self._buckets.get(kind)
         if bucket is not None and bucket.nbytes + size > self._cap_nbytes:
-            self._send(kind, self._buckets.pop(kind))
+            self._send(self._buckets.pop(kind))
             bucket = None
         if bucket is None:
-            bucket = _Bucket([[] for _ in range(ranks.size)])
-        bucket.add(input_list, size, input_list[ranks.rank].shape, callback_fn)
+            if (group, device) not in self._ranks:
+                ranks = RankGroup.of(group, device)
+                self._ranks[group, device] = ranks, lanes_beside(ranks)
+            bucket = _Bucket(*self._ranks[group, device])
+        bucket.add(input_list, size, callback_fn)
         if goes_at_once:
-            self._send(kind, bucket)
+            self._send(bucket)
         else:
             self._buckets[kind] = bucket
 
@@ -128,8 +132,8 @@ class ReduceScatterBucketer:
     def flush(self) -> None:
         """Send what has collected, wait for everything sent, and call all callbacks. All ranks call."""
         buckets, self._buckets = self._buckets, {}
-        for kind, bucket in buckets.items():
-            self._send(kind, bucket)
+        for bucket in buckets.values():
+            self._send(bucket)
         while self._sent:
             self._sent.finish_first()
 
@@ -143,28 +147,14 @@ class ReduceScatterBucketer:
             self._calls_back = True
         self._ranks = {}
 
-    def _ranks_for(self, group: dist.ProcessGroup | None, device: torch.device) -> tuple[RankGroup, Lease]:
-        if (group, device) not in self._ranks:
-            ranks = RankGroup.of(group, device)
-            self._ranks[group, device] = ranks, lanes_beside(ranks)
-        return self._ranks[group, device]
-
-    def _send(self, kind: _Kind, bucket: _Bucket) -> None:
-        group, _, device = kind
-        ranks, lease = self._ranks_for(group, device)
-
-        rows = Slices(ranks.rank, tuple(sum(chunk.numel() for chunk in row) for row in bucket.rows))
-
+    def _send(self, bucket: _Bucket) -> None:
         def answer(totals: Sequence[Tensor]) -> None:
             parts = torch.split(totals[0], [shape.numel() for shape, _ in bucket.calls])
             for (shape, callback), part in zip(bucket.calls, parts, strict=True):
                 if callback is not None and self._calls_back:
                     callback(part.view(shape))
 
-        def begin() -> Pending[None]:
-            return Pending([start_row_sum(ranks, lease.groups, bucket.pack(device), rows)], answer)
-
-        self._sent.start(begin)
+        self._sent.start(lambda: Pending([bucket.start()], answer))
 
 
 def _check(chunks: Sequence[Tensor], size: int) -> None:
