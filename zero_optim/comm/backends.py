@@ -53,15 +53,17 @@ _OF_GLOO = re.compile(r"\[[^\]]*\bgloo/[^\]]*:\d+\]|Application timeout caused p
 class Transport:
     """A backend and a device whose tensors it sends; see Note [A new transport].
 
-    ``most_lanes``: groups side by side that one user gains by. ``is_tree``: broadcasts go along a tree, else
-    a chain. ``cuts_by_timeout``: a receive that times out breaks the group's connections.
-    ``shares_host_memory``: between ranks of one host its CPU tensors may go through memory, with its bits.
-    ``row_nbytes``: of a message, from which on time grows with its bytes.
+    ``runs_on_host``: collectives run on threads of the CPU, never on a stream. ``most_lanes``: groups side by
+    side that one user gains by. ``is_tree``: broadcasts go along a tree, else a chain. ``cuts_by_timeout``: a
+    receive that times out breaks the group's connections. ``shares_host_memory``: between ranks of one host
+    its CPU tensors may go through memory, with its bits. ``row_nbytes``: of a message, from which on time
+    grows with its bytes.
     """
 
     name: str
     device: torch.device
 
+    runs_on_host: ClassVar[bool] = False
     most_lanes: ClassVar[int] = 1  # groups of NCCL gain nothing side by side, and may deadlock
     is_tree: ClassVar[bool] = False
     cuts_by_timeout: ClassVar[bool] = False
@@ -71,67 +73,44 @@ class Transport:
     @property
     def late_on(self) -> torch.device | None:
         """The device, if it runs collectives while the CPU goes on."""
-        return self.device if is_asynchronous(self.device) else None
+        return self.device if is_asynchronous(self.device) and not self.runs_on_host else None
 
     @property
     def lets_threads(self) -> bool:
         """Whether another thread may use lanes beside this group."""
-        return False
+        # What two threads start on MPS, which has no streams either, gets mixed up.
+        return self.runs_on_host and self.device.type == "cpu" and not is_asynchronous(self.device)
 
     def sends_slices(self, num_owners: int) -> bool:
         """Whether a bucket with so many owners is gathered as equal slices, else by their broadcasts."""
-        return num_owners > _MOST_BROADCASTS
+        # On gloo an all-gather takes twice the time of the broadcasts, or more.
+        return num_owners > _MOST_BROADCASTS and not self.runs_on_host
 
     @property
     def sends_pairs(self) -> bool:
         """Whether ranks exchange tensors by sends in pairs, else by one all-to-all."""
-        return False
+        return self.runs_on_host and self.device.type == "cpu"
 
     @property
     def waits_on_host(self) -> bool:
         """Whether paired sends run side by side, and waits for them poll."""
-        return False
+        return self.runs_on_host and not is_asynchronous(self.device)
 
 
 class _Gloo(Transport):
     __slots__ = ()
+    runs_on_host = is_tree = cuts_by_timeout = shares_host_memory = True
     most_lanes = 8
-    is_tree = cuts_by_timeout = shares_host_memory = True
     row_nbytes = 2**18
-
-    @property
-    def late_on(self) -> None:
-        return None
-
-    @property
-    def lets_threads(self) -> bool:
-        # What two threads start on MPS, which has no streams either, gets mixed up.
-        return self.device.type == "cpu" and not is_asynchronous(self.device)
-
-    def sends_slices(self, num_owners: int) -> bool:
-        return False  # its all-gather takes twice the time of the broadcasts, or more
-
-    @property
-    def sends_pairs(self) -> bool:
-        return self.device.type == "cpu"
-
-    @property
-    def waits_on_host(self) -> bool:
-        return not is_asynchronous(self.device)
 
 
 TRANSPORTS: dict[str, type[Transport]] = {"gloo": _Gloo}
 
 
+@lru_cache  # a step asks several times
 def transport_of(name: str, device: torch.device) -> Transport:
     """Return the transport of a backend, "" for none, for a device."""
-    kind: Any = TRANSPORTS.get(name, Transport)
-    return _transport(kind, name, device)
-
-
-@lru_cache  # a step asks several times
-def _transport(kind: type[Transport], name: str, device: torch.device) -> Transport:
-    return kind(name, device)
+    return TRANSPORTS.get(name, Transport)(name, device)
 
 
 def devices_of(value: object) -> tuple[torch.device, ...]:

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.comm.backends import (
-    TRANSPORTS,
     Transport,
     backend_for,
     backends_of,
@@ -46,7 +45,6 @@ from zero_optim.comm.records import ActivityScope
 from zero_optim.comm.traffic import Phase, Timeout, Traffic, broadcast_nbytes, sum_nbytes
 from zero_optim.comm.work_log import GroupWorks, log_of
 from zero_optim.comm.works import Work
-from zero_optim.compat import private
 from zero_optim.compat.autograd import coalesced, coalesces, timeout_of
 from zero_optim.compat.streams import HostCopy, to_device
 from zero_optim.errors import RankMismatchError, RemoteRankError, StalledError
@@ -114,8 +112,8 @@ class RankGroup:
             )
         devices, backends = devices_of(data), backends_of(group)
         small = device_for_small_tensors(backends, devices, getattr(group, "bound_device_id", None))
-        ranks, on_cpu = tuple(dist.get_process_group_ranks(group)), TRANSPORTS.get(backends.get("cpu", ""))
-        can_cut = on_cpu is not None and on_cpu.cuts_by_timeout
+        ranks = tuple(dist.get_process_group_ranks(group))
+        can_cut = transport_of(backends.get("cpu", ""), torch.device("cpu")).cuts_by_timeout
         works = log_of(world).of(group, ranks, timeout_of(group), can_cut=can_cut)
         return cls(group, dist.get_rank(group), len(ranks), small, devices, backends, works)
 
@@ -223,16 +221,11 @@ class RankGroup:
                 work.take(handle := memory.spread_rows([*before, *listed], tag))
             self.phase.sent(handle.nbytes, len(listed) + (heads is not None))
             return [work]
-        return self._gather(about, device, [] if heads is None else [heads], listed)
+        return self.gather_slices([] if heads is None else [heads], about, listed)
 
-    def gather_slices(self, slices: _Slices, about: str = "") -> list[Waitable]:
-        """Start all-gathers of (tensor of bytes, this rank's slice of it or a copy); all ranks call."""
-        device = slices[0][0].device
-        return self._gather(about, device, slices, ())
-
-    def _gather(
-        self, about: str, device: torch.device, slices: _Slices, rows: Sequence[_Row]
-    ) -> list[Waitable]:
+    def gather_slices(self, slices: _Slices, about: str = "", rows: Sequence[_Row] = ()) -> list[Waitable]:
+        """Start all-gathers of (bytes of all, own slice or a copy of it), and broadcasts; all ranks call."""
+        device = (rows[0][1] if rows else slices[0][0]).device
         with self.begin_work(about, device) as work:
             work.take(*(handles := self.start(device, slices, rows)))
         is_tree, size, rank = self.transport(device).is_tree, self.size, self.rank
@@ -268,24 +261,14 @@ class RankGroup:
             else:
                 handle = dist.all_reduce(tensor, group=self.process_group, async_op=True)
             work.take(handle)
-        if memory is None:
-            self.count_sum(tensor)
-        else:
-            self.phase.sent(handle.nbytes)
+        nbytes = sum_nbytes(tensor, self.size) if memory is None else handle.nbytes
+        self.phase.sent(nbytes, int(self.size > 1))
 
         def total(_: object) -> Tensor:
             # Waited for, not only asked for: so the memory is kept until the current stream has read it.
             return handle.get_future().wait()[0] if tensor.is_sparse else tensor
 
         return Pending([work], total, [tensor])
-
-    def count_sum(self, tensor: Tensor) -> None:
-        """Count a sum over all ranks that the caller starts."""
-        if self.size > 1 and tensor.is_sparse:
-            parts = private.indices(tensor), private.values(tensor)
-            self.phase.sent((self.size - 1) * sum(part.nbytes for part in parts))
-        elif self.size > 1:
-            self.phase.sent(sum_nbytes(tensor.nbytes, self.size))
 
     def all_gather_json(self, value: object) -> list[Any]:
         """Gather JSON values, by rank. Two collectives."""

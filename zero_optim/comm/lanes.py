@@ -14,7 +14,7 @@ Note [Lanes end with the default group]
 import gc
 import secrets
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.comm.agreement import find_hosts, make_together
-from zero_optim.comm.backends import TRANSPORTS, Transport
+from zero_optim.comm.backends import transport_of
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.autograd import timeout_of
 from zero_optim.errors import RankMismatchError
@@ -85,19 +85,15 @@ _POOLS: WeakKeyDictionary[dist.ProcessGroup, dict[object, _Pool]] = WeakKeyDicti
 
 def lanes_beside(group: RankGroup) -> Lease:
     """Take lanes for a group's data, one a rank up to `Transport.most_lanes`; as `lease`."""
-    return _lanes_for(group, group.data_devices, group.data_backend)
+    backend, devices = group.data_backend, group.data_devices
+    is_shared = devices and all(group.shared_memory(device) is not None for device in devices)
+    most = 1 if is_shared else transport_of(backend, torch.device("cpu")).most_lanes
+    return lease(group, min(group.size, most), backend)
 
 
 def host_lanes_beside(group: RankGroup) -> Lease:
     """Take lanes as `lanes_beside`, for CPU tensors alone."""
-    on_host = torch.device("cpu")
-    return _lanes_for(group, (on_host,), group.transport(on_host).name)
-
-
-def _lanes_for(group: RankGroup, devices: Sequence[torch.device], backend: str) -> Lease:
-    shared = [group.shared_memory(device) is not None for device in devices]
-    most = 1 if shared and all(shared) else TRANSPORTS.get(backend, Transport).most_lanes
-    return lease(group, min(group.size, most), backend)
+    return lanes_beside(replace(group, data_devices=(torch.device("cpu"),)))
 
 
 def lanes_for_rows(group: RankGroup, params: Iterable[Tensor]) -> Lease:
@@ -115,7 +111,8 @@ def lease(group: RankGroup, number: int, backend: str) -> Lease:
     """Take lanes with a group's ranks and timeout; all ranks call; RankMismatchError if they differ."""
     world = dist.group.WORLD
     assert world is not None  # there is a group, so there is a default group
-    key = (group.works.ranks, backend, timeout_of(group.process_group))
+    ranks, what = group.works.ranks, "could not create more process groups of the same ranks"
+    key = (ranks, backend, timeout_of(group.process_group))
     pool = _POOLS.setdefault(world, {}).setdefault(key, _Pool())
     offered = pool.offer()
     try:
@@ -127,7 +124,7 @@ def lease(group: RankGroup, number: int, backend: str) -> Lease:
         chosen = _common(everyone)[:number]
         for index in range(number - len(chosen)):
             name = f"zero_optim:{everyone[0]['token']}:{index}"
-            pool.lanes[name] = _new_group(group, backend, name)
+            pool.lanes[name] = make_together(group, ranks, backend, name, what)
             find_hosts(RankGroup.of(pool.lanes[name]).within(group.phase.timeout))
             offered[name] = None
             chosen.append(name)
@@ -168,10 +165,3 @@ def num_started(lane: RankGroup) -> int:
     count = getattr(lane.process_group, "_get_sequence_number_for_group", None)
     in_memory = 0 if lane.works.memory is None else lane.works.memory.num_started
     return in_memory + (int(count()) - lane.works.apart if count is not None else 0)
-
-
-def _new_group(group: RankGroup, backend: str, name: str) -> dist.ProcessGroup:
-    ranks = dist.get_process_group_ranks(group.process_group)
-    return make_together(
-        group, ranks, backend, name, "could not create more process groups of the same ranks"
-    )

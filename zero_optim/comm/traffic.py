@@ -23,6 +23,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from zero_optim.compat import private
+
 # Of an optimizer, see `ZeroRedundancyOptimizer.metrics`. What is given no other name is counted as "agree".
 PHASES = ("gather", "reduce", "clip", "agree", "state")
 # Seconds of the longest wait, or of that and of a wait of all ranks for each other; None for the group's.
@@ -71,17 +75,9 @@ class Traffic:
         return figures
 
 
-class _OpenSpans(threading.local):
-    """The open spans of a thread: of each the seconds of inner spans, and its begin.
-
-    A signal handler, which may open more, runs between any two lines.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: list[list[float]] = []
-
-
-_OPEN = _OpenSpans()
+# The open ``spans`` of a thread: of each the seconds of inner spans, and its begin. A signal handler, which
+# may open more, runs between any two lines.
+_OPEN = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +104,12 @@ class Phase:
 
     def __enter__(self) -> None:
         if self.is_exposed:
-            _OPEN.seconds.append([0.0, self.traffic.clock()])
+            vars(_OPEN).setdefault("spans", []).append([0.0, self.traffic.clock()])
 
     def __exit__(self, *_: object) -> None:
         if not self.is_exposed:
             return
-        spans = _OPEN.seconds
+        spans = _OPEN.spans
         inner, began = spans.pop()
         seconds = self.traffic.clock() - began
         if spans:
@@ -133,6 +129,9 @@ def broadcast_nbytes(nbytes: int, behind: int, size: int, *, is_tree: bool) -> i
     return times * nbytes
 
 
-def sum_nbytes(nbytes: int, size: int) -> int:
-    """Return the bytes one rank sends for a sum over all ranks."""
-    return 2 * (size - 1) * nbytes // size
+def sum_nbytes(tensor: Tensor, size: int) -> int:
+    """Return the bytes one rank sends for a sum of a tensor over all ranks."""
+    if tensor.is_sparse:
+        nbytes: int = private.indices(tensor).nbytes + private.values(tensor).nbytes
+        return (size - 1) * nbytes
+    return 2 * (size - 1) * tensor.nbytes // size
