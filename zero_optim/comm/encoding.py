@@ -38,9 +38,13 @@ def encode(value: object, where: str) -> tuple[Skeleton, list[Tensor]]:
     return _encode(value, where, tensors), tensors
 
 
-def allow_objects(value: Nested) -> None:
-    """Allow the classes of plain objects and enum members, and classes, in a value to be sent and read."""
-    for inner in _objects_in(value, set()):
+def allow_objects(value: Nested) -> bool:
+    """Allow the classes of plain objects and enum members, and classes, in a value to be sent and read.
+
+    Returns whether there are objects or deques.
+    """
+    objects = list(_objects_in(value, set()))
+    for inner in objects:
         if isinstance(inner, type):
             _classes.add(inner)
             continue
@@ -55,11 +59,7 @@ def allow_objects(value: Nested) -> None:
         )
         if is_plain or isinstance(inner, Enum):
             _object_classes.add(kind)
-
-
-def holds_objects(value: Nested) -> bool:
-    """Whether there are objects or deques in a value."""
-    return any(True for _ in _objects_in(value, set()))
+    return bool(objects)
 
 
 def _objects_in(value: Nested, seen: set[int]) -> Iterator[object]:
@@ -332,26 +332,23 @@ def map_tensors(value: Nested, change: Callable[[Tensor], Tensor]) -> Nested:
 
 def tensors_of(value: Nested) -> list[Tensor]:
     """List the tensors of a nested value, as `map_tensors` visits them."""
-    tensors: list[Tensor] = []
-
-    def take(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    map_tensors(value, take)
-    return tensors
-
-
-def inner_tensors(value: Nested) -> list[Tensor]:
-    """Return the tensors that have memory in a nested value, also inside other tensors."""
     if isinstance(value, Tensor):
-        if wraps_tensors(value):
-            attributes, _ = flattened(value)
-            return [tensor for name in attributes for tensor in inner_tensors(getattr(value, name))]
-        return [private.indices(value), private.values(value)] if value.is_sparse else [value]
+        return [value]
     if isinstance(value, Mapping):
         value = list(value.values())
     if type(value) in _object_classes and not isinstance(value, Enum):
         value = list(vars(value).values())
     children = value if isinstance(value, list | tuple | deque) else ()
-    return [tensor for child in children for tensor in inner_tensors(child)]
+    return [tensor for child in children for tensor in tensors_of(child)]
+
+
+def inner_tensors(value: Nested) -> list[Tensor]:
+    """Return the tensors that have memory in a nested value, also inside other tensors."""
+    inner = list[Tensor]()
+    for tensor in tensors_of(value):
+        if wraps_tensors(tensor):
+            inner += inner_tensors([getattr(tensor, name) for name in flattened(tensor)[0]])
+        else:
+            parts = (private.indices(tensor), private.values(tensor)) if tensor.is_sparse else (tensor,)
+            inner += parts
+    return inner

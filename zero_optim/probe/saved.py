@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from zero_optim.comm.encoding import allow_objects, decode, encode, holds_objects
+from zero_optim.comm.encoding import allow_objects, decode, encode
 from zero_optim.errors import message_of
 from zero_optim.plan.groups import ParamGroup, options_of, params_of
 from zero_optim.probe.comparison import same
@@ -75,9 +75,9 @@ def _check_plain(optimizer: Optimizer) -> bool:
     """Raise TypeError for what cannot be sent; allow objects, and return whether there are some."""
     groups = [options_of(group) for group in optimizer.param_groups]
     parts = [list(optimizer.state.values()), groups, beside_of(optimizer)]
-    allow_objects(parts)
+    holds_objects = allow_objects(parts)
     encode(parts, "its state")
-    return holds_objects(parts)
+    return holds_objects
 
 
 def _why_not_resumed(trial: TrialRecord) -> str | None:
