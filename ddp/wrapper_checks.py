@@ -19,15 +19,7 @@ from zero_optim.shard.places import is_freed
 from zero_optim.state.options import did_you_mean
 
 # Arguments that ranks need not have in common, such as a device of their own, or that are compared by name.
-_NOT_COMPARED = (
-    "self",
-    "module",
-    "device_ids",
-    "device_mesh",
-    "output_device",
-    "process_group",
-)
-
+_NOT_COMPARED = ("self", "module", "device_ids", "device_mesh", "output_device", "process_group")
 
 OPTIONS = (
     "broadcast_buffers",
@@ -106,6 +98,8 @@ def _agree(
     group: RankGroup, arguments: dict[str, Any], timeout: object, on_stall: object, *, may_be_freed: bool
 ) -> None:
     module, syncs = arguments["module"], arguments.get("init_sync", True)
+    pairs = seen_params(module)
+    params = [param for _, param in pairs]
     with failing_together(group):
         _check_is_module(module)
         check_patience(timeout, on_stall)
@@ -114,36 +108,33 @@ def _agree(
             if arguments.get(name) is not None:
                 raise TypeError(f"zero_optim.ddp.DistributedDataParallel takes no {name}: {REFUSED[name]}")
         for name in sorted(arguments.keys() - KNOWN):
-            other = (
+            what = did_you_mean(name, KNOWN) or (
                 f": leave it out, or use the DistributedDataParallel of PyTorch {torch.__version__} if that "
                 "takes it"
             )
-            what = did_you_mean(name, KNOWN) or other
             raise TypeError(f"zero_optim.ddp.DistributedDataParallel takes no {name}{what}")
-        if any(isinstance(param, UninitializedParameter) for _, param in seen_params(module)):
+        if any(isinstance(param, UninitializedParameter) for param in params):
             raise RuntimeError(
                 "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a "
                 "dummy forward pass to correctly initialize the modules"
             )
-        if not may_be_freed and any(param.is_meta for _, param in seen_params(module)):
+        if not may_be_freed and any(param.is_meta for param in params):
             raise ValueError(
                 "a part of the model is on the meta device, which has no values: move it by to_empty() and "
                 "set its values before the optimizer is built, or use FullyShardedDataParallel, which does so"
             )
-        _check_devices(module, arguments.get("device_ids"), arguments.get("output_device"))
-        if not may_be_freed and any(is_freed(param) for _, param in seen_params(module)):
+        _check_devices(params, arguments.get("device_ids"), arguments.get("output_device"))
+        if not may_be_freed and any(map(is_freed, params)):
             raise ValueError(
                 "the model, or a part of it, is fully sharded already: each rank keeps only a part of its "
                 "parameters"
             )
         items = [f"init_sync={syncs}"]
         if syncs:
-            pairs = seen_params(module)
-            group.check_serves([param for _, param in pairs])
+            group.check_serves(params)
             options = {key: arguments[key] for key in arguments if key not in _NOT_COMPARED}
             limits = f"timeout={timeout}, on_stall={on_stall}"
-            items += [f"arguments {options}, {limits}"]
-            items += describe_params(pairs)
+            items += [f"arguments {options}, {limits}", *describe_params(pairs)]
     agree(group, items, "the model to wrap")
 
 
@@ -152,13 +143,13 @@ def _check_is_module(module: object) -> None:
         raise TypeError(f"expected a module to wrap, got {type(module).__name__}")
 
 
-def _check_devices(module: nn.Module, device_ids: object, output_device: object) -> None:
+def _check_devices(params: Sequence[Tensor], device_ids: object, output_device: object) -> None:
     """Refuse what PyTorch's constructor would refuse on this rank alone."""
     if device_ids is not None and not isinstance(device_ids, Sequence):
         raise TypeError(f"expected device_ids to be a list of one device, or None, got {device_ids!r}")
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(f"device_ids can only be None or contain a single element, got {device_ids}")
-    devices = {param.device for _, param in seen_params(module)}
+    devices = {param.device for param in params}
     is_on_one = len(devices) == 1 and next(iter(devices)).type != "cpu"
     if (device_ids or output_device) and not (device_ids and is_on_one):
         raise ValueError(
