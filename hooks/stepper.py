@@ -181,7 +181,8 @@ class ZeroStep:
                 self._optimizer.core.check_sparse(params)
         done: torch.futures.Future[torch.Tensor] = future_on(buffer.device)
         self._held.append(SteppedBucket(of, params, buffer, reduced, all_used, done))
-        if self._interleave or of.is_complete or autograd.has_computed_all():
+        has_all_gradients = autograd.in_backward() and not autograd.in_outer_backward()  # in a final callback
+        if self._interleave or of.is_complete or has_all_gradients:
             self._put_held(of)
         if joined and of.is_complete:  # there is no backward pass to end
             autograd.after_pass(partial(self._end_joined, of))

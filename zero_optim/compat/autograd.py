@@ -54,11 +54,6 @@ def in_outer_backward() -> bool:
     return private.current_autograd_node() is not None
 
 
-def has_computed_all() -> bool:
-    """Return whether this thread is in a final callback of an outermost backward pass."""
-    return in_backward() and not in_outer_backward()
-
-
 def after_backward(callback: Callable[[], object]) -> None:
     """Call ``callback``, after earlier ones, when the current backward pass has computed every gradient.
 
