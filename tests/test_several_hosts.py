@@ -157,7 +157,7 @@ def test_a_row_crosses_once_from_each_host() -> None:
         nbytes = [each.args[0].nbytes for each in sends.call_args_list]  # of this rank
         assert nbytes == [4000, 4000, 4000, 4000, 8, 16, 4000]  # a tag and a head before the last
         # Two rows to the other rank of this host, and one across; and so back. A sum is both.
-        sent = sum(each.nbytes for each in counted.phase.traffic.counts.values())
+        sent = sum(each["sent_bytes"] for each in counted.phase.traffic.counts.values())
         assert sent == 2 * 24_000 + 12_000 + 3 * 16
 
 

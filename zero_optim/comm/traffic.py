@@ -34,11 +34,7 @@ Timeout = float | tuple[float | None, float] | None
 LONG = 60.0  # seconds of a wait after which a user has begun to wonder; the usual timeout is 30 minutes
 
 
-@dataclass(slots=True)
-class _Counts:
-    seconds: float = 0.0  # exposed
-    nbytes: int = 0  # sent
-    collectives: int = 0  # started
+_UNITS = ("exposed_seconds", "sent_bytes", "collectives")  # of a phase; collectives are those started
 
 
 class Traffic:
@@ -46,7 +42,7 @@ class Traffic:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
-        self.counts = defaultdict[str, _Counts](_Counts)
+        self.counts = defaultdict[str, dict[str, float]](lambda: dict.fromkeys(_UNITS, 0.0))
         self._steps = 0
         self.lock = threading.RLock()  # a signal handler may communicate too
 
@@ -58,16 +54,9 @@ class Traffic:
     def figures(self, phases: tuple[str, ...], steps: str, *, reset: bool) -> dict[str, float]:
         """Return the counts of some phases and the totals; ``reset`` counts from zero again."""
         with self.lock:
-            named = {phase: self.counts.get(phase, _Counts()) for phase in phases}
-            every = list(self.counts.values())
-            named["total"] = _Counts(
-                sum((each.seconds for each in every), 0.0),
-                sum(each.nbytes for each in every),
-                sum(each.collectives for each in every),
-            )
-            figures = {f"exposed_seconds/{phase}": each.seconds for phase, each in named.items()}
-            figures |= {f"sent_bytes/{phase}": float(each.nbytes) for phase, each in named.items()}
-            figures |= {f"collectives/{phase}": float(each.collectives) for phase, each in named.items()}
+            total = {unit: sum((each[unit] for each in self.counts.values()), 0.0) for unit in _UNITS}
+            named = {**{phase: self.counts[phase] for phase in phases}, "total": total}
+            figures = {f"{unit}/{phase}": each[unit] for unit in _UNITS for phase, each in named.items()}
             figures[steps] = float(self._steps)
             if reset:
                 self.counts.clear()
@@ -99,8 +88,8 @@ class Phase:
         """Count what is sent."""
         with self.traffic.lock:
             counts = self.traffic.counts[self.name]
-            counts.nbytes += nbytes
-            counts.collectives += collectives
+            counts["sent_bytes"] += nbytes
+            counts["collectives"] += collectives
 
     def __enter__(self) -> None:
         if self.is_exposed:
@@ -115,7 +104,7 @@ class Phase:
         if spans:
             spans[-1][0] += seconds
         with self.traffic.lock:
-            self.traffic.counts[self.name].seconds += seconds - inner
+            self.traffic.counts[self.name]["exposed_seconds"] += seconds - inner
 
 
 def broadcast_nbytes(nbytes: int, behind: int, size: int, *, is_tree: bool) -> int:
