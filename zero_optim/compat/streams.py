@@ -40,18 +40,6 @@ def _driver() -> Any:  # noqa: ANN401 - of ctypes
         return None
 
 
-@contextmanager
-def _harmless_to_captures() -> Iterator[None]:
-    """Let this thread query CUDA while others capture; see Note [Asked by another thread]."""
-    exchange = getattr(_driver(), "cuThreadExchangeStreamCaptureMode", lambda _: 0)
-    mode = ctypes.c_int(_THREAD_LOCAL)
-    exchange(ctypes.byref(mode))  # which holds the mode of before then
-    try:
-        yield
-    finally:
-        exchange(ctypes.byref(mode))
-
-
 @dataclass(frozen=True, slots=True)
 class Accelerator:
     """A device type with streams; ``module`` is PyTorch's, such as ``torch.cuda``."""
@@ -102,13 +90,19 @@ def current_stream(device: torch.device) -> Stream | None:
 
 @contextmanager
 def asking(device: torch.device) -> Iterator[None]:
-    """Let a thread that uses no device query one; does nothing without streams."""
+    """Let a thread that uses no device query one: Note [Asked by another thread]; nothing without streams."""
     accelerator = accelerator_of(device)
     if accelerator is None:
         yield
         return
-    with _harmless_to_captures(), accelerator.module.device(device):
-        yield
+    exchange = getattr(_driver(), "cuThreadExchangeStreamCaptureMode", lambda _: 0)
+    mode = ctypes.c_int(_THREAD_LOCAL)
+    exchange(ctypes.byref(mode))  # which holds the mode of before then
+    try:
+        with accelerator.module.device(device):
+            yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 def is_capturing(device: torch.device) -> bool:
