@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -151,7 +152,7 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
     def _change_optimizer(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizer = optimizer
         if self._mesh is not None:
-            self._mesh = self._mesh.owned_by(optimizer.ranks)
+            self._mesh = replace(self._mesh, inner=optimizer.ranks)
         self._reducer.close()
         unwatch(self._reducer)
         self._use_optimizer()

@@ -73,10 +73,6 @@ class _Pool:
         offered = {name: self.free.pop(name) for name in list(self.free)}
         return {name: None for name in offered if name in self.lanes}
 
-    def lend(self, names: Iterable[str], group: RankGroup) -> Lease:
-        lanes = ((name, RankGroup.of(self.lanes[name], group.data_devices)) for name in names)
-        return Lease({name: replace(lane, phase=group.phase) for name, lane in lanes}, self.free)
-
 
 # By the default group, then by ranks, backend and timeout. PyTorch keeps groups in globals, so this has to be
 # a global too. It is weak, so that it ends with the default group.
@@ -130,7 +126,8 @@ def lease(group: RankGroup, number: int, backend: str) -> Lease:
             chosen.append(name)
         for name in chosen:
             del offered[name]
-        return pool.lend(chosen, group)
+        lanes = {name: RankGroup.of(pool.lanes[name], group.data_devices) for name in chosen}
+        return Lease({name: replace(lane, phase=group.phase) for name, lane in lanes.items()}, pool.free)
     finally:
         pool.free.update(offered)
 

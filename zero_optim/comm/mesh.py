@@ -41,10 +41,6 @@ class RankMesh:
             part.works.log.wholes[part.works.ranks] = everyone.works.ranks
         return cls(everyone, owners, across)
 
-    def owned_by(self, owners: RankGroup) -> "RankMesh":
-        """Return the same ranks for another optimizer with the same process group."""
-        return replace(self, inner=owners)
-
 
 def _table(mesh: object, owners: RankGroup) -> _Table:
     if not isinstance(mesh, DeviceMesh):
