@@ -244,8 +244,12 @@ class RankGroup:
             *(partial(gather, flat.view(-1), mine, **late) for flat, mine in slices),
             *(partial(dist.broadcast, row.view(torch.uint8), group_src=at, **late) for at, row in rows),
         ]
-        if len(starts) < 2 or not coalesces(self.process_group, device):
-            return [work for work in [start() for start in starts] if work is not None]
+        return [start() for start in starts] if len(starts) < 2 else self.start_as_one(device, starts)
+
+    def start_as_one(self, device: torch.device, starts: Sequence[Callable[[], Any]]) -> list[dist.Work]:
+        """Start calls of the backend, as one where it can; for a `Work` of theirs."""
+        if not coalesces(self.process_group, device):
+            return [start() for start in starts]
         with coalesced(self.process_group, device) as handles:
             for start in starts:
                 start()

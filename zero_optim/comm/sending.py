@@ -17,8 +17,8 @@ Note [Two levels]
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,6 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.unended import SMALL, Paired
 from zero_optim.comm.works import Work
-from zero_optim.compat.autograd import coalesced, coalesces
 from zero_optim.compat.streams import HostCopy, StreamBeside, recorded_event
 from zero_optim.flow.pending import AfterEvent, Waitable
 from zero_optim.plan.slices import Slices, stripes_of
@@ -191,9 +190,8 @@ def send(group: RankGroup, tensor: Tensor, *to: int) -> None:
     """Send a contiguous tensor to ranks that call `recv`; waits until they have read it."""
     staged = tensor.to(group.device)
     with group.begin_work("", staged.device) as work:
-        with _at_once(group, staged.device) as started:
-            each = [_start(dist.isend, group, staged, group_dst=rank) for rank in to]
-        handles = started or each
+        sends = [partial(_start, dist.isend, group, staged, group_dst=rank) for rank in to]
+        handles = group.start_as_one(staged.device, sends)
         on_host = group.transport(staged.device).waits_on_host
         work.take(*([Paired(handles)] if on_host else handles))
     group.phase.sent(staged.nbytes * len(handles), len(handles))
@@ -204,10 +202,9 @@ def recv(group: RankGroup, tensor: Tensor, source: int) -> None:
     """Receive into a contiguous tensor from ``source``; on an accelerator the stream waits."""
     staged = tensor if tensor.device == group.device else torch.empty_like(tensor, device=group.device)
     with group.phase, group.begin_work():
-        with _at_once(group, staged.device) as started:
-            work = _start(dist.irecv, group, staged, group_src=source)
-        for each in started or [work]:
-            each.wait()
+        receive = partial(_start, dist.irecv, group, staged, group_src=source)
+        for work in group.start_as_one(staged.device, [receive]):
+            work.wait()
     if staged is not tensor:
         tensor.copy_(group.read(HostCopy(staged)) if tensor.device.type == "cpu" else staged)
 
@@ -223,12 +220,6 @@ def _start_paired(lanes: Lanes, sends: Iterable[Row], receives: Iterable[Row], t
         _start(dist.irecv, lanes[rank % len(lanes)], tensor, tag, group_src=rank) for rank, tensor in receives
     ]
     return Paired(sent, arrivals, is_small=all(tensor.nbytes <= SMALL for _, tensor in sends))
-
-
-def _at_once(group: RankGroup, device: torch.device) -> AbstractContextManager[list[dist.Work]]:
-    if coalesces(group.process_group, device):
-        return coalesced(group.process_group, device)
-    return nullcontext([])
 
 
 def _start(call: Callable[..., Any], group: RankGroup, tensor: Tensor, tag: int = 0, **peer: int) -> Any:  # noqa: ANN401

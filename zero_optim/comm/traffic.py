@@ -20,7 +20,6 @@ Note [Exposed seconds]
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -40,8 +39,7 @@ _UNITS = ("exposed_seconds", "sent_bytes", "collectives")  # of a phase; collect
 class Traffic:
     """Counts of one optimizer or reducer. Thread-safe."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
+    def __init__(self) -> None:
         self.counts = defaultdict[str, dict[str, float]](lambda: dict.fromkeys(_UNITS, 0.0))
         self._steps = 0
         self.lock = threading.RLock()  # a signal handler may communicate too
@@ -93,14 +91,14 @@ class Phase:
 
     def __enter__(self) -> None:
         if self.is_exposed:
-            vars(_OPEN).setdefault("spans", []).append([0.0, self.traffic.clock()])
+            vars(_OPEN).setdefault("spans", []).append([0.0, time.perf_counter()])
 
     def __exit__(self, *_: object) -> None:
         if not self.is_exposed:
             return
         spans = _OPEN.spans
         inner, began = spans.pop()
-        seconds = self.traffic.clock() - began
+        seconds = time.perf_counter() - began
         if spans:
             spans[-1][0] += seconds
         with self.traffic.lock:
