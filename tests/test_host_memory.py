@@ -27,7 +27,7 @@ from zero_optim.comm import agreement
 from zero_optim.comm.agreement import find_hosts
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
-from zero_optim.compat.autograd import default_store
+from zero_optim.compat import private
 from zero_optim.host import messages
 from zero_optim.host.channel import PIECE, Sender
 from zero_optim.host.messages import OneHost
@@ -254,7 +254,7 @@ def fill_a_ring(how: str) -> str:
     count = 3 * sender._size // 4 + 5  # elements of 4 bytes
     row = torch.arange(count, dtype=torch.float32) if group.rank == 0 else torch.zeros(count)
     pids = group.all_gather_json(os.getpid())
-    store = default_store()
+    store = private.get_default_store()
     if group.rank == 1:
         if how == "slow":
             store.wait(["full"])

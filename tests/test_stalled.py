@@ -28,7 +28,7 @@ from zero_optim import RankMismatchError, StalledError, ZeroRedundancyOptimizer,
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import host_lanes_beside
 from zero_optim.comm.records import OVERLAPPED_STEP
-from zero_optim.compat.autograd import default_store
+from zero_optim.compat import private
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.health.diagnosis import Status, wait_for_each_other
 from zero_optim.health.peers import Listener, Presence
@@ -148,7 +148,7 @@ def leave_addresses_of_former_processes() -> None:
     """Have the store be as torchrun hands it to processes that it starts again."""
     former = Listener("127.0.0.1")
     former.close()
-    default_store().set(f"zero_optim/watchdog/{dist.get_rank()}", json.dumps(former.address))
+    private.get_default_store().set(f"zero_optim/watchdog/{dist.get_rank()}", json.dumps(former.address))
     dist.barrier()
 
 

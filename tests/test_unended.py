@@ -18,7 +18,7 @@ from stalling import TIMEOUT, Others, about_to_stall, linear, outcomes, sharded
 from waiting import wait_until
 from zero_optim.comm import sending
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.compat.autograd import default_store
+from zero_optim.compat import private
 from zero_optim.errors import StalledError
 from zero_optim.flow.pending import Waitable
 
@@ -50,7 +50,7 @@ def stop_in(way: str, folder: Path) -> str:
 
 
 def stop() -> None:
-    default_store().set("pid", str(os.getpid()))
+    private.get_default_store().set("pid", str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -65,7 +65,7 @@ def stop_soon() -> None:
 
 
 def wait_until_the_other_is_stopped() -> None:
-    pid = int(default_store().get("pid"))
+    pid = int(private.get_default_store().get("pid"))
     wait_until(lambda: stat(pid)[0] == "T")
 
 

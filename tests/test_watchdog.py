@@ -25,6 +25,7 @@ from zero_optim.comm.backends import raised_by_backend
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.work_log import WorkLog, explain_nothing
 from zero_optim.comm.works import Work
+from zero_optim.compat import private
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.errors import StalledError
 from zero_optim.health import peers
@@ -313,7 +314,7 @@ def test_a_store_that_forgets_what_it_takes_holds_no_addresses() -> None:
     """As that of a "fake" group of PyTorch 2.14, which answers an empty string."""
     store = mock.Mock()
     store.get.return_value = b""
-    with mock.patch("zero_optim.health.directory.default_store", return_value=store):
+    with mock.patch.object(private, "get_default_store", return_value=store):
         assert not Directory.can_be_kept()
 
 

@@ -124,13 +124,9 @@ def is_profiling() -> bool:
     return getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
 
 
-def default_store() -> Any:  # noqa: ANN401 - a torch.distributed.Store
-    """Return the default group's store; ValueError without a default group."""
-    return private.get_default_store()
-
-
-def address_of_store(store: Any) -> tuple[str | None, int]:  # noqa: ANN401 - a torch.distributed.Store
-    """Return host and port of a store's server; None and 0 without one, as for a file."""
+def address_of_store() -> tuple[str | None, int]:
+    """Return host and port of the default group's store; None and 0 without one, as for a file."""
+    store = private.get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "host", None), int(getattr(store, "port", 0) or 0)

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from zero_optim.compat.autograd import default_store
+from zero_optim.compat import private
 from zero_optim.health.peers import (
     ANSWER_LIMIT,
     LONGEST_SEARCH,
@@ -47,14 +47,14 @@ class Directory:
     def can_be_kept() -> bool:
         """Return whether the store takes entries, unlike a "fake" group's."""
         try:
-            default_store().set("zero_optim/watchdog", "kept")
-            return bool(default_store().get("zero_optim/watchdog") == b"kept")
+            private.get_default_store().set("zero_optim/watchdog", "kept")
+            return bool(private.get_default_store().get("zero_optim/watchdog") == b"kept")
         except RuntimeError:
             return False
 
     def publish(self, address: Address, *, is_first: bool) -> None:
         """Write this rank's address to the store; ``is_first``: this process has written none."""
-        store, key = default_store(), _key(self.rank)
+        store, key = private.get_default_store(), _key(self.rank)
         if is_first and store.check([key]):  # Note [A store with a past]
             logger.warning(_WITH_A_PAST)
             self._unsure.update(range(dist.get_world_size()))
@@ -66,7 +66,7 @@ class Directory:
         unknown = [rank for rank in ranks if rank not in self._addresses or rank in self._unsure]
         self._unsure.difference_update(ranks)
         if unknown:
-            entries = default_store().multi_get([_key(rank) for rank in unknown])
+            entries = private.get_default_store().multi_get([_key(rank) for rank in unknown])
             for rank, entry in zip(unknown, entries, strict=True):
                 self._addresses[rank] = Address(*json.loads(entry))
 
@@ -133,7 +133,7 @@ class Directory:
 
     def _look_up(self, rank: int) -> bool:
         """Read an address from the store; returns whether there is one."""
-        store = default_store()
+        store = private.get_default_store()
         if not store.check([_key(rank)]):
             return False
         self._addresses[rank] = Address(*json.loads(store.get(_key(rank))))

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.work_log import GroupWorks, WorkLog, explain_nothing, log_of
 from zero_optim.comm.works import Work
-from zero_optim.compat.autograd import address_of_store, default_store
+from zero_optim.compat.autograd import address_of_store
 from zero_optim.compat.streams import asking
 from zero_optim.health.directory import Directory
 from zero_optim.health.peers import Listener, host_towards
@@ -106,7 +106,7 @@ class Watchdog:
         self._interval = _LONGEST_LOOK
         self._lock = threading.RLock()  # a signal handler may build and save too
         self._is_over = False
-        self._listener = Listener(host_towards(*address_of_store(default_store())))
+        self._listener = Listener(host_towards(*address_of_store()))
         self._thread = threading.Thread(target=self._run, name="zero_optim watchdog", daemon=True)
 
     def start(self, *, is_first: bool) -> None:
