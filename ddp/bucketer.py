@@ -54,7 +54,7 @@ class _Bucket:
         self.calls.append((chunks[self.ranks.rank].shape, callback))
         self.nbytes += nbytes
 
-    def start(self) -> Pending[Tensor]:
+    def start_sum(self) -> Pending[Tensor]:
         """Start the sum; inputs are dropped."""
         device, rows = self.inputs[0][0].device, list(zip(*self.inputs, strict=True))
         lengths = tuple(sum(chunk.numel() for chunk in row) for row in rows)
@@ -154,7 +154,7 @@ class ReduceScatterBucketer:
                 if callback is not None and self._calls_back:
                     callback(part.view(shape))
 
-        self._sent.start(lambda: Pending([bucket.start()], answer))
+        self._sent.start(lambda: Pending([bucket.start_sum()], answer))
 
 
 def _check(chunks: Sequence[Tensor], size: int) -> None:

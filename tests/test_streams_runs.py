@@ -198,12 +198,12 @@ PLANTED: dict[str, tuple[Callable[[], Patch], dict[str, Any], tuple[str, str]]] 
     "chunks are sent on the stream of a later call, which waits for no other": (
         nothing(bucketer, "wait_for_event"),
         RUNS["reduce-scatters on two streams"],
-        ("_chunks", "pack"),
+        ("_chunks", "start_sum"),
     ),
     "chunks are dropped after another stream than their own has packed them": (
         nothing(bucketer, "record_use"),
         RUNS["reduce-scatters on two streams"],
-        ("pack", "reduce_scatters"),
+        ("start_sum", "reduce_scatters"),
     ),
     "a thread beside the backward pass steps and gathers, on process groups of its own": (
         partial(mock.patch.object, overlap, "may_run_beside", return_value=True),
