@@ -35,10 +35,10 @@ from zero_optim.checkpoint.values import key_of
 from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.backends import ON_HOST
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.encoding import Nested, encode
+from zero_optim.comm.encoding import Nested, decode, encode
 from zero_optim.comm.lanes import Lease, lease
 from zero_optim.comm.traffic import Timeout
-from zero_optim.comm.wire import recv_value, send_value
+from zero_optim.comm.wire import recv_encoded, send_value
 from zero_optim.errors import CheckpointError, message_of
 from zero_optim.health.watchdog import check_patience, watching
 from zero_optim.optimizer import ZeroRedundancyOptimizer
@@ -224,7 +224,7 @@ def _collect(group: RankGroup, value: Nested, about: str) -> Iterator[Any]:
         send_value(group, [0], *encode(value, about))
         return
     for rank in range(1, group.size):
-        yield recv_value(group, rank)
+        yield decode(*recv_encoded(group, rank))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,7 +6,7 @@ send and checkpoints keep: Note [The manifest] in `zero_optim.checkpoint.manifes
 
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -197,9 +197,10 @@ def rewrapped(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     return whole
 
 
-def decode(skeleton: Skeleton, tensors: Iterator[Tensor]) -> Nested:
+def decode(skeleton: Skeleton, tensors: Iterable[Tensor]) -> Nested:
     """Rebuild a value from skeleton and tensors; TypeError if a tensor subclass is not imported here."""
-    return rebuilt(skeleton, lambda _: next(tensors))
+    left = iter(tensors)
+    return rebuilt(skeleton, lambda _: next(left))
 
 
 def rebuilt(skeleton: Skeleton, take: Callable[[list[Any]], Tensor]) -> Nested:  # noqa: PLR0911 - one a kind

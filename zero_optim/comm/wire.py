@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.encoding import Nested, Skeleton, blank_tensors, decode, rewrapped
+from zero_optim.comm.encoding import Skeleton, blank_tensors, rewrapped
 from zero_optim.comm.frames import bytes_to_tensor, tensor_to_bytes
 from zero_optim.comm.sending import recv, send
 from zero_optim.compat import private
@@ -88,7 +88,7 @@ def copied_to_cpu(tensor: Tensor) -> Tensor:
 
 
 def send_value(group: RankGroup, to: Sequence[int], skeleton: Skeleton, tensors: list[Tensor]) -> None:
-    """Send an encoded value to ranks that call `recv_value` or `recv_encoded`."""
+    """Send an encoded value to ranks that call `recv_encoded`."""
     header = bytes_to_tensor(json.dumps(skeleton, separators=(",", ":")).encode())
     send(group, torch.tensor([header.numel()], device="cpu"), *to)
     send(group, header, *to)
@@ -101,12 +101,6 @@ def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     if device.type == "cpu" and any(part.device != device for part in parts):
         return HostCopy(*parts).read()
     return parts[0] if len(parts) == 1 else torch.cat([part.to(device) for part in parts])
-
-
-def recv_value(group: RankGroup, source: int) -> Nested:
-    """Receive and decode a value; TypeError on this rank alone for an unknown tensor subclass."""
-    skeleton, tensors = recv_encoded(group, source)
-    return decode(skeleton, iter(tensors))
 
 
 def recv_encoded(group: RankGroup, source: int) -> tuple[Skeleton, list[Tensor]]:
