@@ -1,7 +1,5 @@
 """How a group sends what it is given: exchanges, lanes and rows, by the backend that serves the data."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -16,13 +14,13 @@ from torch.distributed import distributed_c10d as c10d
 
 from device_names import CPU, GPU0, GPU3, MIXED
 from pool import on_ranks
-from zero_optim.comm import collectives, lanes
+from zero_optim.comm import lanes
 from zero_optim.comm.backends import parse_config
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.comm.sending import exchange
 from zero_optim.compat import autograd, private
-from zero_optim.compat.autograd import coalesced, coalesces, make_group
+from zero_optim.compat.autograd import coalesces, make_group, start_as_one
 
 # ---------------------------------------------------------------------- exchanges and lanes
 
@@ -80,18 +78,18 @@ class CoalescingGroup:
 
 def test_collectives_started_as_one_have_one_handle_and_are_ended_after_an_error_too() -> None:
     group: Any = CoalescingGroup()
-    with coalesced(group, GPU3) as works:
-        assert works == []
-        group.calls.append("collective")
-    assert works == [group.work]
-    assert group.calls == ["start on cuda:3", "collective", "end on cuda:3"]
-    with pytest.raises(ValueError, match="wrong"), coalesced(group, GPU3):
+
+    def fail() -> None:
         raise ValueError("wrong")
-    assert group.calls[-1] == "end on cuda:3"
-    group.work = None  # nothing was started
-    with coalesced(group, GPU3) as works:
-        pass
-    assert works == []
+
+    with mock.patch.object(autograd, "coalesces", return_value=True):
+        assert start_as_one(group, GPU3, [lambda: group.calls.append("collective")]) == [group.work]
+        assert group.calls == ["start on cuda:3", "collective", "end on cuda:3"]
+        with pytest.raises(ValueError, match="wrong"):
+            start_as_one(group, GPU3, [fail])
+        assert group.calls[-1] == "end on cuda:3"
+        group.work = None  # nothing was started
+        assert start_as_one(group, GPU3, []) == []
 
 
 @pytest.mark.on_sockets("it is about backends")
@@ -104,20 +102,20 @@ def test_the_rows_of_a_bucket_are_one_launch_where_the_backend_can() -> None:
         log.append((row.dtype, row.numel(), group_src))
         return real(row, group_src=group_src, **options)
 
-    @contextmanager
-    def one(process_group: dist.ProcessGroup, device: torch.device) -> Iterator[list[dist.Work]]:
+    def begin(process_group: dist.ProcessGroup, device: torch.device) -> None:
         log.append("start")
-        works: list[dist.Work] = []
-        yield works
+
+    def end(process_group: dist.ProcessGroup, device: torch.device) -> Any:
         log.append("end")
-        works.append(mock.Mock(spec=dist.Work))
+        return mock.Mock(spec=dist.Work)
 
     world: Any = dist.group.WORLD
     assert not coalesces(world, CPU)  # gloo
     rows = [(0, torch.ones(3)), (1, torch.ones(0)), (1, torch.ones(2, dtype=torch.int16))]
     with (
-        mock.patch.object(collectives, "coalesces", return_value=True),
-        mock.patch.object(collectives, "coalesced", one),
+        mock.patch.object(autograd, "coalesces", return_value=True),
+        mock.patch.object(private, "start_coalescing", begin),
+        mock.patch.object(private, "end_coalescing", end),
         mock.patch.object(dist, "broadcast", broadcast),
     ):
         assert len(group.broadcast_rows(iter(rows))) == 1

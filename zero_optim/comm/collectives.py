@@ -45,7 +45,7 @@ from zero_optim.comm.records import ActivityScope
 from zero_optim.comm.traffic import Phase, Timeout, Traffic, broadcast_nbytes, sum_nbytes
 from zero_optim.comm.work_log import GroupWorks, log_of
 from zero_optim.comm.works import Work
-from zero_optim.compat.autograd import coalesced, coalesces, timeout_of
+from zero_optim.compat.autograd import start_as_one, timeout_of
 from zero_optim.compat.streams import HostCopy, to_device
 from zero_optim.errors import RankMismatchError, RemoteRankError, StalledError
 from zero_optim.flow.pending import Pending, Waitable
@@ -244,16 +244,9 @@ class RankGroup:
             *(partial(gather, flat.view(-1), mine, **late) for flat, mine in slices),
             *(partial(dist.broadcast, row.view(torch.uint8), group_src=at, **late) for at, row in rows),
         ]
-        return [start() for start in starts] if len(starts) < 2 else self.start_as_one(device, starts)
-
-    def start_as_one(self, device: torch.device, starts: Sequence[Callable[[], Any]]) -> list[dist.Work]:
-        """Start calls of the backend, as one where it can; for a `Work` of theirs."""
-        if not coalesces(self.process_group, device):
+        if len(starts) < 2:
             return [start() for start in starts]
-        with coalesced(self.process_group, device) as handles:
-            for start in starts:
-                start()
-        return handles
+        return start_as_one(self.process_group, device, starts)
 
     def start_sum(self, tensor: Tensor, about: str = "") -> Pending[Tensor]:
         """Start a sum over all ranks, which is the value; in place if dense."""

@@ -28,6 +28,7 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.unended import SMALL, Paired
 from zero_optim.comm.works import Work
+from zero_optim.compat.autograd import start_as_one
 from zero_optim.compat.streams import HostCopy, StreamBeside, recorded_event
 from zero_optim.flow.pending import AfterEvent, Waitable
 from zero_optim.plan.slices import Slices, stripes_of
@@ -191,7 +192,7 @@ def send(group: RankGroup, tensor: Tensor, *to: int) -> None:
     staged = tensor.to(group.device)
     with group.begin_work("", staged.device) as work:
         sends = [partial(_start, dist.isend, group, staged, group_dst=rank) for rank in to]
-        handles = group.start_as_one(staged.device, sends)
+        handles = start_as_one(group.process_group, staged.device, sends)
         on_host = group.transport(staged.device).waits_on_host
         work.take(*([Paired(handles)] if on_host else handles))
     group.phase.sent(staged.nbytes * len(handles), len(handles))
@@ -203,7 +204,7 @@ def recv(group: RankGroup, tensor: Tensor, source: int) -> None:
     staged = tensor if tensor.device == group.device else torch.empty_like(tensor, device=group.device)
     with group.phase, group.begin_work():
         receive = partial(_start, dist.irecv, group, staged, group_src=source)
-        for work in group.start_as_one(staged.device, [receive]):
+        for work in start_as_one(group.process_group, staged.device, [receive]):
             work.wait()
     if staged is not tensor:
         tensor.copy_(group.read(HostCopy(staged)) if tensor.device.type == "cpu" else staged)

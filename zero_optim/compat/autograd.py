@@ -206,17 +206,19 @@ def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
     return type(group) is dist.ProcessGroup and bool(private.get_backend(group, device).supports_coalescing)
 
 
-@contextmanager
-def coalesced(group: dist.ProcessGroup, device: torch.device) -> Iterator[list[dist.Work]]:
-    """Start the collectives of the body as one, where `coalesces`; the list then has the handle of all."""
-    works: list[dist.Work] = []
+def start_as_one(
+    group: dist.ProcessGroup, device: torch.device, starts: Sequence[Callable[[], Any]]
+) -> list[dist.Work]:
+    """Start collectives as one where the backend can, else each; return their handles."""
+    if not coalesces(group, device):
+        return [start() for start in starts]
     private.start_coalescing(group, device)
     try:
-        yield works
+        for start in starts:
+            start()
     finally:  # else everything started later on the group would wait for the end
         work = private.end_coalescing(group, device)
-    if work is not None:
-        works.append(work)
+    return [] if work is None else [work]
 
 
 _passes: list[list[Callable[[], None]]] = []  # that a rank which has joined shadows
