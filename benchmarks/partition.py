@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zero_optim.plan.cuts import Planned, choose_rows
 from zero_optim.plan.layout import whole
-from zero_optim.plan.partition import RankLoads, assign_buckets, assign_owners
+from zero_optim.plan.partition import RankLoads, assign_buckets
 from zero_optim.plan.plan import Plan, make_plan
 
 CAP_NBYTES = 32 * 2**20
@@ -53,7 +53,7 @@ def time_parts(
 ) -> dict[str, float]:
     """Time the parts of one plan in seconds, then `make_plan`, which makes the whole plan from tensors."""
     start = clock()
-    (owners,) = assign_owners([numels], num_ranks)
+    owners = RankLoads([0] * num_ranks).assign(numels)
     owned = clock()
     buckets = assign_buckets(
         [0] * len(numels), [n * ELEMENT_NBYTES for n in numels], CAP_NBYTES, range(len(numels))[::-1]

@@ -22,8 +22,7 @@ from parity_reference import InRankOrder
 from parity_runs import LOOPS, OPTIONS, STAGES, Row, Run, Stage
 from training import HAS_MUON, TORCH
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, unsharded
-from zero_optim.plan.pieces import Piece, piece_of
-from zero_optim.step.gradients import rows_of
+from zero_optim.plan.pieces import Piece, piece_of, rows_of
 from zero_optim.step.partial import PartialGradient
 
 

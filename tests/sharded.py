@@ -11,8 +11,7 @@ from cuts import ONE_A_BUCKET, cutting
 from overlap import Net, adamw
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
-from zero_optim.plan.pieces import Piece, piece_of
-from zero_optim.step.gradients import rows_of
+from zero_optim.plan.pieces import Piece, piece_of, rows_of
 from zero_optim.step.partial import PartialGradient
 
 

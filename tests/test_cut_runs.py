@@ -16,8 +16,8 @@ from own_classes import Small
 from pool import on_ranks
 from training import assert_same_bits, assert_same_state, make_params, params_of, set_grads, train_both, whole
 from zero_optim import ZeroRedundancyOptimizer
+from zero_optim.plan.pieces import rows_of
 from zero_optim.step.averages import EMA
-from zero_optim.step.gradients import rows_of
 
 # ---------------------------------------------------------------------- what happens between two steps
 

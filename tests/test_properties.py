@@ -15,7 +15,7 @@ from drawn import draw_the_same
 from zero_optim import CheckpointError
 from zero_optim.checkpoint import manifest
 from zero_optim.checkpoint.manifest import Chunk, DataFile, Entry, Manifest
-from zero_optim.plan.partition import assign_owners
+from zero_optim.plan.partition import RankLoads
 
 draw_the_same()
 
@@ -27,7 +27,8 @@ groups_of_costs = st.lists(st.lists(costs, max_size=12), max_size=5)
 
 @given(groups_of_costs, st.integers(1, 9))
 def test_owners_exist_and_loads_differ_by_no_more_than_one_item(groups: list[list[float]], size: int) -> None:
-    owners = assign_owners(groups, size)
+    ranks = RankLoads([0] * size)
+    owners = [ranks.assign(costs) for costs in groups]
     assert [len(of_group) for of_group in owners] == [len(group) for group in groups]
     assert all(0 <= owner < size for of_group in owners for owner in of_group)
     flat = [Fraction(cost) for group in groups for cost in group]

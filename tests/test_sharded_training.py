@@ -17,7 +17,7 @@ from sharded import Setting, assert_same_gradients, cut_adamw
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
-from zero_optim.step.gradients import rows_of
+from zero_optim.plan.pieces import rows_of
 from zero_optim.step.partial import PartialGradient, rows_here
 
 

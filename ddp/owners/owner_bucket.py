@@ -35,13 +35,12 @@ from zero_optim.ddp.reducer.assignment import ReducedParams, ReducerOptions
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.flow.pending import AfterEvent
 from zero_optim.flow.schedule import Schedule
-from zero_optim.plan.layout import Extent, aligned, rows_apart, spans_of
-from zero_optim.plan.pieces import Pieces, is_whole, piece_of
+from zero_optim.plan.layout import Extent, aligned, rows_apart
+from zero_optim.plan.pieces import Pieces, is_whole, piece_of, rows_of
 from zero_optim.plan.plan import ACCELERATOR_ALIGNMENT_NBYTES, ALIGNMENT_NBYTES
 from zero_optim.plan.slices import Slices
 from zero_optim.plan.strides import dense_strides, in_order_of_memory
 from zero_optim.shard.row_storage import RowStorage
-from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import Agree, PartialGradient, owned
 
 
@@ -146,13 +145,13 @@ class OwnerBucket(ReducerBucket):
         self._forms = [(tuple(param.shape), dense_strides(param)) for param in params]
         nbytes = ALIGNMENT_NBYTES if params[0].device.type == "cpu" else ACCELERATOR_ALIGNMENT_NBYTES
         alignment = max(1, nbytes // self.dtype.itemsize)
-        spans = [spans_of(owners.pieces[param], param.numel()) for param in params]
-        rows = {row.owner: row for row in rows_apart(spans, alignment)}
+        pieces, numels = [owners.pieces[param] for param in params], [param.numel() for param in params]
+        rows = {row.owner: row for row in rows_apart(pieces, numels, alignment)}
         ends = [rows[rank].stop if rank in rows else 0 for rank in range(owners.size)]
         lengths = [aligned(end + carries_word, alignment) for end in ends]
         self._mine = list(self._places_of(rows[owners.rank].extents if owners.rank in rows else ()))
         self._slices = Slices(owners.rank, tuple(lengths))
-        self._has_gaps = sum(ends) > sum(param.numel() for param in params)
+        self._has_gaps = sum(ends) > sum(numels)
         # The word is behind each row's elements.
         starts = list(accumulate(lengths, initial=0))
         words = torch.tensor(list(map(add, starts, ends)) if carries_word else [], device="cpu")

@@ -15,7 +15,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import dtype_name
 from zero_optim.comm.wire import all_copied_to_cpu
 from zero_optim.plan.groups import options_of
-from zero_optim.plan.partition import assign_owners
+from zero_optim.plan.partition import RankLoads
 from zero_optim.plan.pieces import Piece, Pieces, is_whole, num_rows, piece_of, whole_piece
 from zero_optim.plan.strides import kept_dtype
 from zero_optim.state.moving import CutState
@@ -109,7 +109,7 @@ def places_of(tensors: Mapping[str, Tensor], objects: Objects, group: RankGroup)
         for piece in chosen[key]:
             loads[piece.owner] += tensor.nbytes * (piece.stop - piece.start) / max(1, chosen[key][-1].stop)
     rest = [key for key in tensors if key not in chosen]
-    (ranks,) = assign_owners([[tensors[key].nbytes for key in rest]], group.size, loads)
+    ranks = RankLoads(loads).assign([tensors[key].nbytes for key in rest])
     others = {key: whole_piece(rank, tensors[key].shape) for key, rank in zip(rest, ranks, strict=True)}
     places = []
     with objects.left_freed() as freed:

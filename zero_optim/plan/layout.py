@@ -35,17 +35,9 @@ class Row(NamedTuple):
     extents: tuple[Extent, ...]
 
 
-class Span(NamedTuple):
-    """Elements ``[start, stop)`` of a flat tensor or a parameter, owned or sent by ``owner``."""
-
-    owner: int
-    start: int
-    stop: int
-
-
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The rows of one bucket, by rising rank, with every element once; ValueError with the place if not."""
+    """The rows of one bucket, by rising rank, with every element once."""
 
     numels: tuple[int, ...]
     rows: tuple[Row, ...]
@@ -54,42 +46,22 @@ class Layout:
     def __post_init__(self) -> None:
         """Check the layout."""
         end, owner = 0, -1
-        covered: dict[int, tuple[int, int]] = {}  # elements of a parameter, and where the last one lies
+        behind: dict[int, tuple[int, int]] = {}  # of a parameter: its elements so far, the offset after them
         for row in self.rows:
-            if row.start != end or row.stop < row.start:
-                raise ValueError(
-                    f"row of rank {row.owner} is [{row.start}, {row.stop}), expected to start at {end}"
-                )
-            if row.owner <= owner:
-                raise ValueError(f"expected rows by rising rank, got rank {row.owner} behind {owner}")
+            assert row.owner > owner, f"expected rows by rising rank, got rank {row.owner} behind {owner}"
+            assert row.start == end <= row.stop, f"expected a row that starts at {end}, got {row}"
             at = row.start
             for extent in row.extents:
-                if extent.offset < at or extent.stop < extent.start:
-                    raise ValueError(f"{extent} overlaps what lies before it in the row of rank {row.owner}")
-                expected = f"parameter {extent.param} of the bucket: expected its"
-                start, offset = covered.get(extent.param, (0, extent.offset))
-                if extent.start != start:
-                    raise ValueError(f"{expected} next extent to start at {start}, got {extent.start}")
-                if extent.offset != offset:
-                    raise ValueError(
-                        f"{expected} extents to follow each other, but one ends at {offset} and the next "
-                        f"begins at {extent.offset}"
-                    )
+                expected = behind.get(extent.param, (0, extent.offset))
+                assert (extent.start, extent.offset) == expected, f"expected {expected}, got {extent}"
+                assert at <= extent.offset <= extent.end, f"{extent} overlaps what lies before it in {row}"
                 at = extent.end
-                covered[extent.param] = extent.stop, at
-            if at > row.stop:
-                raise ValueError(
-                    f"the extents of rank {row.owner} end at {at}, behind its row's end {row.stop}"
-                )
-            if len({extent.param for extent in row.extents}) < len(row.extents):
-                raise ValueError(f"rank {row.owner} has two extents of one parameter")
+                behind[extent.param] = extent.stop, at
+            assert at <= row.stop, f"the extents of {row} end at {at}"
+            assert len({extent.param for extent in row.extents}) == len(row.extents), f"{row} has one twice"
             end, owner = row.stop, row.owner
-        for param, numel in enumerate(self.numels):
-            count, _ = covered.get(param, (0, 0))
-            if count != numel:
-                raise ValueError(
-                    f"parameter {param} of the bucket: {count} of its {numel} elements have a place"
-                )
+        counts = tuple(behind.get(param, (0, 0))[0] for param in range(len(self.numels)))
+        assert counts == self.numels, f"{counts} elements of {self.numels} have a place"
 
     @property
     def numel(self) -> int:
@@ -157,18 +129,13 @@ def rows_in_order(
     return tuple(rows)
 
 
-def spans_of(pieces: Pieces, numel: int) -> list[Span]:
-    """Return a parameter's elements of each rank."""
-    in_row = numel // max(1, pieces[-1].stop)
-    return [Span(owner, start * in_row, stop * in_row) for owner, start, stop in pieces]
-
-
-def rows_apart(spans: Iterable[Sequence[Span]], alignment: int = 1) -> list[Row]:
-    """Lay out a row for each owner, which begins at 0, from each parameter's spans in order; by rank."""
+def rows_apart(pieces: Sequence[Pieces], numels: Sequence[int], alignment: int = 1) -> list[Row]:
+    """Lay out a row for each owner, which begins at 0, from each parameter's pieces in order; by rank."""
     by_rank: dict[int, list[Extent]] = {}
-    for param, of_param in enumerate(spans):
+    for param, (of_param, numel) in enumerate(zip(pieces, numels, strict=True)):
+        in_row = numel // max(1, of_param[-1].stop)
         for owner, start, stop in of_param:
             row = by_rank.setdefault(owner, [])
             offset = aligned(row[-1].end, alignment) if row else 0
-            row.append(Extent(param, start, stop, offset))
+            row.append(Extent(param, start * in_row, stop * in_row, offset))
     return [Row(rank, 0, row[-1].end, tuple(row)) for rank, row in sorted(by_rank.items())]

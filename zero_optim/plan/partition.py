@@ -1,28 +1,14 @@
 """Greedy balanced assignment of owners, and of parameters to buckets, equal on every rank. No torch."""
 
 import heapq
-from collections.abc import Hashable, Iterable, Sequence
-
-
-def assign_owners(
-    groups: Iterable[Sequence[float]], num_ranks: int, loads: Sequence[float] | None = None
-) -> list[list[int]]:
-    """Return an owner for every item, so that the ranks' total costs are nearly equal.
-
-    In each group the costliest goes first, to the least load (Graham, 1969): at most 4/3 of the best
-    possible.
-    """
-    if num_ranks < 1:
-        raise ValueError(f"expected at least one rank to assign owners to, got num_ranks={num_ranks}")
-    loads = [0] * num_ranks if loads is None else loads
-    if len(loads) != num_ranks:
-        raise ValueError(f"expected one load for each of {num_ranks} ranks, got {len(loads)}")
-    ranks = RankLoads(loads)
-    return [ranks.assign(costs) for costs in groups]
+from collections.abc import Hashable, Sequence
 
 
 class RankLoads:
-    """Each rank's load so far, in a heap: time depends on parameters, not on ranks."""
+    """Each rank's load so far, in a heap: time depends on parameters, not on ranks.
+
+    Of one list the costliest goes first, to the least load (Graham, 1969): at most 4/3 of the best possible.
+    """
 
     def __init__(self, loads: Sequence[float]) -> None:
         self._heap = [(load, rank) for rank, load in enumerate(loads)]

@@ -2,7 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Piece(NamedTuple):
@@ -29,6 +32,11 @@ def is_whole(piece: Piece, shape: Sequence[int]) -> bool:
 def numel_of(piece: Piece, shape: Sequence[int]) -> int:
     """Return the elements of a piece."""
     return (piece.stop - piece.start) * math.prod(shape[1:])
+
+
+def rows_of(tensor: "Tensor", piece: Piece) -> "Tensor":
+    """View a piece's rows of a dense tensor with the parameter's shape; the tensor itself if that is all."""
+    return tensor if is_whole(piece, tensor.shape) else tensor[piece.start : piece.stop]
 
 
 def whole_piece(owner: int, shape: Sequence[int]) -> Pieces:

@@ -18,7 +18,7 @@ from torch import Tensor
 from zero_optim.plan.cuts import Planned, choose_rows
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.plan.layout import Layout
-from zero_optim.plan.partition import assign_buckets, assign_owners
+from zero_optim.plan.partition import RankLoads, assign_buckets
 from zero_optim.plan.pieces import Pieces, owned_by_text, whole_piece
 from zero_optim.plan.strides import dense_strides, kept_dtype
 
@@ -146,12 +146,11 @@ def make_plan_beside(
         spent = [[every_cost[index] for index in group] for group in outside]
         plan = make_plan(plain, spent, loads, cap_nbytes, row_nbytes=row_nbytes)
         pieces.update(zip(places, plan.pieces, strict=True))
-    num_ranks = len(loads)
-    loads = [load + more for load, more in zip(loads, plan.loads(num_ranks), strict=True)]
+    ranks = RankLoads([load + more for load, more in zip(loads, plan.loads(len(loads)), strict=True)])
     moved = [[index for index in group if index not in pieces] for group in members]
-    owners = assign_owners([[every_cost[index] for index in group] for group in moved], num_ranks, loads)
-    for index, owner in zip(chain.from_iterable(moved), chain.from_iterable(owners), strict=True):
-        pieces[index] = whole_piece(owner, params[index].shape)
+    for group in moved:
+        for index, owner in zip(group, ranks.assign([every_cost[index] for index in group]), strict=True):
+            pieces[index] = whole_piece(owner, params[index].shape)
     buckets = tuple(
         BucketPlan(tuple(places[index] for index in bucket.params), bucket.layout) for bucket in plan.buckets
     )

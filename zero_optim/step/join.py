@@ -7,6 +7,7 @@ exchange status bytes before a step inside ``Join`` or with scaled gradients.
 from collections.abc import Sequence
 from enum import IntFlag
 
+import torch
 from torch import Tensor
 
 from zero_optim.comm.agreement import Ballot, failing_together
@@ -15,8 +16,7 @@ from zero_optim.comm.encoding import decode, encode
 from zero_optim.comm.wire import recv_encoded, send_value
 from zero_optim.compat.streams import HostCopy
 from zero_optim.plan.groups import ParamGroup, options_of
-from zero_optim.plan.pieces import Pieces, piece_of
-from zero_optim.step.gradients import rows_of, set_owned_gradient
+from zero_optim.plan.pieces import Piece, Pieces, is_whole, piece_of, rows_of
 
 
 class Status(IntFlag):
@@ -94,4 +94,15 @@ def lend_gradients(
         for index, (param, of_param) in enumerate(zip(params, pieces, strict=True)):
             piece = piece_of(of_param, group.rank)
             if piece is not None:
-                set_owned_gradient(param, piece, parcel["grads"].get(index))
+                _set_rows(param, piece, parcel["grads"].get(index))
+
+
+@torch.no_grad()
+def _set_rows(param: Tensor, piece: Piece, rows: Tensor | None) -> None:
+    """Set the rows of a gradient in place, as it may be a view of DDP's, or None; others become undefined."""
+    is_new = param.grad is None or param.grad.is_sparse
+    if rows is None or rows.is_sparse or (is_new and is_whole(piece, param.shape)):
+        param.grad = None if rows is None else rows.to(param.device)
+        return
+    grad = param.grad = torch.zeros_like(param) if is_new or param.grad is None else param.grad
+    rows_of(grad, piece).copy_(rows)

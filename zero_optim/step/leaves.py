@@ -25,13 +25,12 @@ from zero_optim.compat import private
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.dtensor.held_bucket import HeldLeaves
 from zero_optim.errors import StateMismatchError
-from zero_optim.plan.pieces import Piece, Pieces, is_whole
+from zero_optim.plan.pieces import Piece, Pieces, is_whole, rows_of
 from zero_optim.plan.strides import kept_dtype
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.places import is_freed, shown_when_freed
 from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.row_storage import HostStorage
-from zero_optim.step.gradients import rows_of
 from zero_optim.step.partial import PartialGradient, is_on_host
 
 MASTER = "zero_optim.master"  # no class has an entry of that name
