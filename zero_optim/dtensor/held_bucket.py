@@ -13,6 +13,7 @@ Note [Failures before anything is stepped]
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,33 +36,28 @@ from zero_optim.shard.sharding import Sharding
 LEAST_NBYTES = 2**20  # of a bucket that is divided, so that one half moves while the other is stepped
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class HeldLeaves:
     """This rank's rows or whole tensors of the DTensors that it steps, and their gradients.
 
-    ``away``: what stands for whole tensors that have not come; it has no values. ``names``: of the entries of
-    each parameter's state, on any rank, as last collected.
+    ``away``: those stepped whole that have not come; their values are none. ``names``: of the entries of each
+    parameter's state, on any rank, as last collected.
     """
 
-    def __init__(self) -> None:
-        self.values: dict[Tensor, Tensor] = {}
-        self.away: dict[Tensor, Tensor] = {}
-        self.grads: dict[Tensor, Tensor] = {}
-        self.names: dict[Tensor, list[str]] = {}
+    values: dict[Tensor, Tensor] = field(default_factory=dict)
+    away: set[Tensor] = field(default_factory=set)
+    grads: dict[Tensor, Tensor] = field(default_factory=dict)
+    names: dict[Tensor, list[str]] = field(default_factory=dict)
 
     def note_state(self, state: Mapping[Any, Any]) -> None:
         """Note the names of the entries of a whole state, by parameter."""
-        self.names = {param: list(entries) for param, entries in state.items() if is_dtensor(param)}
+        self.names.clear()
+        self.names.update((param, list(entries)) for param, entries in state.items() if is_dtensor(param))
 
-    def __contains__(self, param: Tensor) -> bool:
-        return param in self.values or param in self.away
-
-    def rows(self, param: Tensor) -> Tensor:
-        """Return the rows, or the whole tensor, of a parameter."""
-        return self.values[param] if param in self.values else self.away[param]
-
-    def is_away(self, param: Tensor) -> bool:
-        """Whether a parameter is stepped whole here, and has not come."""
-        return param in self.away and param not in self.values
+    def come(self, param: Tensor, value: Tensor) -> None:
+        """Take a whole tensor that has come."""
+        self.values[param] = value
+        self.away.discard(param)
 
 
 class HeldBucket(Bucket):
@@ -111,7 +107,8 @@ class HeldBucket(Bucket):
         if self._moves is None:
             return
         _, (values,) = self._moves.start_to_owners(b"\0", list(map(local_rows, self.params))).wait()
-        self._leaves.values.update((self.params[number], tensor) for number, tensor in values.items())
+        for number, value in values.items():
+            self._leaves.come(self.params[number], value)
 
     def present(self) -> list[bool]:
         """Return for each parameter whether this rank has a gradient."""
@@ -136,7 +133,7 @@ class HeldBucket(Bucket):
         present = self.present()
         for number, value in values.items():
             param = self.params[number]
-            self._leaves.values[param] = value
+            self._leaves.come(param, value)
             if present[number]:
                 self._leaves.grads[param] = grads[number]
         return heads
@@ -163,8 +160,8 @@ class HeldBucket(Bucket):
             self._leaves.grads.pop(param, None)
         for number in () if self._moves is None else self._moves.owned:
             param = self.params[number]
-            self._leaves.values.pop(param, None)
-            self._leaves.away[param] = shown_when_freed(param.shape, self.dtype, self.device)
+            self._leaves.away.add(param)
+            self._leaves.values[param] = shown_when_freed(param.shape, self.dtype, self.device)
 
 
 def head_of(buckets: Sequence[HeldBucket], failure: BaseException | None) -> bytes:

@@ -8,8 +8,8 @@
 Each message has a head: some bytes that a rank tells every other one.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,10 +19,11 @@ from zero_optim.comm.frames import bytes_to_tensor, tensor_to_bytes
 from zero_optim.comm.sending import exchange
 from zero_optim.compat import private
 from zero_optim.compat.streams import HostCopy, to_device
-from zero_optim.dtensor.placement import shape_here, spans
-from zero_optim.flow.pending import Pending, Waitable
+from zero_optim.dtensor.placement import shape_here
+from zero_optim.flow.pending import Pending
 from zero_optim.health.stamp import STAMP_NBYTES, Header
 
+T = TypeVar("T")
 _ALIGNMENT = 16  # bytes, which are a multiple of every dtype's
 Whole: TypeAlias = dict[int, Tensor]  # what this rank owns, by number
 
@@ -68,46 +69,33 @@ class RowMoves:
 
         What is None comes with any values. The CPU waits for the heads.
         """
-        group, ranks = self._group.during("reduce"), range(self._group.size)
-        rank, owned = group.rank, self.owned
+        group, rank, owned = self._group.during("reduce"), self._group.rank, self.owned
         sent = self._new(len(head), [[self._shapes[i][rank] for _ in sets for i in of] for of in self._owned])
-        came = self._new(
-            len(head), [[self._shapes[i][source] for _ in sets for i in owned] for source in ranks]
-        )
-        rows = [some[i] for of_rank in self._owned for some in sets for i in of_rank]
-        pairs = [pair for pair in zip(sent.parts, rows, strict=True) if pair[1] is not None]
-        _copy([place for place, _ in pairs], [each for _, each in pairs if each is not None])
+        coming = [[self._shapes[i][source] for _ in sets for i in owned] for source in range(group.size)]
+        came = self._new(len(head), coming)
+        _copy(sent.parts, [some[i] for of_rank in self._owned for some in sets for i in of_rank])
         _copy(sent.heads, [to_device(bytes_to_tensor(head), self._sent_from)] * group.size)
 
         def end(_: object) -> tuple[list[bytes], list[Whole]]:
-            parts, wholes = iter(came.parts), [Whole() for _ in sets]
-            of_rank = [[[next(parts) for _ in owned] for _ in sets] for _ in ranks]
-            for number in range(len(sets)):
-                for place, i in enumerate(owned):
-                    joined = torch.cat(
-                        [of_rank[source][number][place] for source in ranks], self._forms[i].dim
-                    )
-                    wholes[number][i] = joined.to(self._device)
+            count = len(sets) * len(owned)  # of parts that come from each rank
+            pairs = enumerate([i for _ in sets for i in owned])
+            joined = [torch.cat(came.parts[at::count], self._forms[i].dim) for at, i in pairs]
+            moved = iter([each.to(self._device) for each in joined])
             heads = group.read(HostCopy(torch.stack(came.heads)))
-            return [tensor_to_bytes(each) for each in heads], wholes
+            return [tensor_to_bytes(each) for each in heads], [{i: next(moved) for i in owned} for _ in sets]
 
-        return Pending([self._exchange(group, sent, came, "rows for owners")], end, [sent.flat, came.flat])
+        return _start(group, sent, came, end, "rows for owners")
 
     def start_to_holders(
         self, wholes: Whole, rows: Sequence[Tensor], header: Header | None = None
     ) -> Pending[None]:
         """Start to send what this rank owns, by number, into the ``rows`` of its holders, with a header."""
-        group, ranks = self._group.during("gather"), range(self._group.size)
-        rank, owned = group.rank, self.owned
+        group, rank, owned = self._group.during("gather"), self._group.rank, self.owned
+        ranks = range(group.size)
         sent = self._new(STAMP_NBYTES, [[self._shapes[i][holder] for i in owned] for holder in ranks])
         came = self._new(STAMP_NBYTES, [[self._shapes[i][rank] for i in of_rank] for of_rank in self._owned])
-        parts = []
-        for holder in ranks:
-            for i in owned:
-                shape, dim, _ = self._forms[i]
-                start, stop = spans(shape[dim], group.size)[holder]
-                parts.append(wholes[i].detach().narrow(dim, start, stop - start))
-        _copy(sent.parts, parts)
+        chunks = [torch.split(wholes[i].detach(), self._lengths(i), self._forms[i].dim) for i in owned]
+        _copy(sent.parts, [of_holders[holder] for holder in ranks for of_holders in chunks])
         if header is not None:
             _, mine = header.written(group.size, rank, self._sent_from)
             _copy(sent.heads, [mine] * group.size)
@@ -117,8 +105,10 @@ class RowMoves:
             if header is not None:
                 header.read(torch.stack(came.heads))
 
-        work = self._exchange(group, sent, came, "rows for their holders")
-        return Pending([work], end, [sent.flat, came.flat])
+        return _start(group, sent, came, end, "rows for their holders")
+
+    def _lengths(self, number: int) -> list[int]:
+        return [shape[self._forms[number].dim] for shape in self._shapes[number]]
 
     def _new(self, head_nbytes: int, shapes: Sequence[Sequence[torch.Size]]) -> "_Message":
         """Make memory for what all ranks get or send: for each a head, then parts of these shapes."""
@@ -136,9 +126,6 @@ class RowMoves:
                 at = end
         return _Message(flat, sizes, heads, parts)
 
-    def _exchange(self, group: RankGroup, sent: "_Message", came: "_Message", about: str) -> Waitable:
-        return exchange((group,), sent.flat, sent.sizes, came.flat, came.sizes, about=about)
-
 
 class _Message(NamedTuple):
     """What goes to all ranks, or comes of them; ``sizes`` and ``heads`` by rank, ``parts`` in order."""
@@ -149,7 +136,15 @@ class _Message(NamedTuple):
     parts: list[Tensor]
 
 
+def _start(
+    group: RankGroup, sent: _Message, came: _Message, end: Callable[[object], T], about: str
+) -> Pending[T]:
+    work = exchange((group,), sent.flat, sent.sizes, came.flat, came.sizes, about=about)
+    return Pending([work], end, [sent.flat, came.flat])
+
+
 @torch.no_grad()
-def _copy(places: list[Tensor], values: list[Tensor]) -> None:
-    if places:
-        private.foreach_copy_(places, values)
+def _copy(places: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
+    pairs = [pair for pair in zip(places, values, strict=True) if pair[1] is not None]
+    if pairs:
+        private.foreach_copy_(*map(list, zip(*pairs, strict=True)))

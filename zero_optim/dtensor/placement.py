@@ -156,6 +156,6 @@ def chunk_pieces(length: int, size: int) -> Pieces:
     return tuple(piece for piece in chunks if piece.stop > piece.start) or (Piece(0, 0, 0),)
 
 
-def row_pieces(held: Mapping[Tensor, Chunks]) -> dict[Tensor, Pieces]:
-    """Return the pieces of those that are cut by rows."""
-    return {param: cut.pieces for param, cut in held.items() if cut.dim == 0}
+def row_pieces(held: Mapping[Tensor, Chunks]) -> dict[Tensor, Pieces | None]:
+    """Return the pieces of those that are cut by rows; None for others."""
+    return {param: cut.pieces if cut.dim == 0 else None for param, cut in held.items()}

@@ -130,26 +130,23 @@ def make_plan_beside(
 ) -> Plan:
     """Plan parameters of which others hold rows, beside plain ones, which stay whole.
 
-    ``held``: for each parameter the rows of each rank, or None. Those whose class bears it keep them; others
-    get an owner.
+    ``held``: for each parameter the rows of each rank, none if it is not cut by rows, or None. Those whose
+    class bears it keep them; others get an owner.
     """
-    every_cost = tuple(chain.from_iterable(costs))
-    bears = [False] * len(held) if bears_cuts is None else bears_cuts
+    params, every_cost = list(chain.from_iterable(groups)), tuple(chain.from_iterable(costs))
     members = [range(*ends) for ends in pairwise(accumulate(map(len, groups), initial=0))]
     outside = [[index for index in group if held[index] is None] for group in members]
+    plain = [[params[index] for index in group] for group in outside]
+    spent = [[every_cost[index] for index in group] for group in outside]
+    plan = make_plan(plain, spent, loads, cap_nbytes, row_nbytes=row_nbytes)
     places = list(chain.from_iterable(outside))
-    pieces = {index: rows for index, rows in enumerate(held) if rows is not None and bears[index]}
-    plan = Plan((), (), ())
-    params = list(chain.from_iterable(groups))
-    if places:
-        plain = [[params[index] for index in group] for group in outside]
-        spent = [[every_cost[index] for index in group] for group in outside]
-        plan = make_plan(plain, spent, loads, cap_nbytes, row_nbytes=row_nbytes)
-        pieces.update(zip(places, plan.pieces, strict=True))
+    pieces = dict(zip(places, plan.pieces, strict=True))
+    bears = [False] * len(held) if bears_cuts is None else bears_cuts
+    pieces.update((index, rows) for index, rows in enumerate(held) if rows and bears[index])
     ranks = RankLoads([load + more for load, more in zip(loads, plan.loads(len(loads)), strict=True)])
-    moved = [[index for index in group if index not in pieces] for group in members]
-    for group in moved:
-        for index, owner in zip(group, ranks.assign([every_cost[index] for index in group]), strict=True):
+    for group in members:
+        moved = [index for index in group if index not in pieces]
+        for index, owner in zip(moved, ranks.assign([every_cost[index] for index in moved]), strict=True):
             pieces[index] = whole_piece(owner, params[index].shape)
     buckets = tuple(
         BucketPlan(tuple(places[index] for index in bucket.params), bucket.layout) for bucket in plan.buckets

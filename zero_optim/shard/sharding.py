@@ -105,9 +105,7 @@ class Sharding:
                 if self.held.keys().isdisjoint(every):
                     return make_plan(by_group, spent, *known, row_nbytes)
                 held = [self.held[p] or () if p in self.held else None for p in every]
-                rows = [of_param != () for of_param in held]
-                may = None if may_cut is None else [a and b for a, b in zip(may_cut, rows, strict=True)]
-                return make_plan_beside(held, by_group, spent, self.loads, self.cap_nbytes, may, row_nbytes)
+                return make_plan_beside(held, by_group, spent, *known[:3], row_nbytes)
 
             plan = planned(None if why_whole is None else [True] * len(every))
             if why_whole is not None and plan.is_cut:
@@ -165,9 +163,8 @@ class Sharding:
         """Return this rank's rows of a parameter, or None."""
         return piece_of(self.pieces[param], self.group.rank)
 
-    def hold(self, params: Iterable[Tensor], rows: Mapping[Tensor, Pieces]) -> None:
-        """Note parameters of which others keep rows, and these rows of those that are cut by rows."""
-        self.held.update(dict.fromkeys(params))
+    def hold(self, rows: Mapping[Tensor, Pieces | None]) -> None:
+        """Note parameters of which others keep rows, with these rows if they are cut by rows."""
         self.held.update(rows)
 
     def is_cut(self, param: Tensor) -> bool:

@@ -14,18 +14,17 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import compress
 from operator import is_
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from zero_optim.comm.agreement import agree, check_flags, one_error
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.frames import bytes_to_tensor
+from zero_optim.comm.frames import bytes_to_tensor, tensor_to_bytes
 from zero_optim.compat import private
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.dtensor.placement import is_dtensor
@@ -89,29 +88,27 @@ class NormSlots:
         self.width = self.num + 1 - (_HEADING_NBYTES + self.num) // -_DOUBLE.size
         # With whether this rank is the parameter's first owner.
         self.own = [(index, pieces[index][0].owner == rank) for index in owned[rank]]
-        rows = [[*indices, *[0] * (self.num - len(indices))] for indices in owned]
-        self._params = np.array(rows, dtype=np.int64).reshape(-1)
-        self._known: tuple[bytes, list[int], Tensor] | None = None
+        self._owned = owned
+        self._known: tuple[Sequence[bytes], list[int], Tensor] | None = None
 
     def are_of(self, pieces: Sequence[Pieces]) -> bool:
         """Whether these are the slots of such pieces."""
         return len(pieces) == len(self.pieces) and all(map(is_, pieces, self.pieces))
 
-    def of_present(self, present: NDArray[np.uint8]) -> tuple[list[int], Tensor]:
+    def of_present(self, present: Sequence[bytes]) -> tuple[list[int], Tensor]:
         """Return the parameters with a gradient, and for each as many places among what all ranks send.
 
         ``present``: of each rank and slot. A rank sends the norms of those with a gradient one behind the
         other. Places are in the order of ranks, which is that of rows, then that of a filler.
         """
-        key = present.tobytes()
-        if self._known is None or self._known[0] != key:
-            slots = present.reshape(-1).nonzero()[0]
-            behind = present.cumsum(1, dtype=np.int64) - 1 + np.arange(len(present))[:, None] * self.width
-            order = self._params[slots].argsort(kind="stable")
-            params, counts = np.unique(self._params[slots], return_counts=True)
-            places = np.full((len(params), counts.max(initial=0)), self.num)
-            places[np.arange(places.shape[1]) < counts[:, None]] = behind.reshape(-1)[slots[order]]
-            self._known = key, params.tolist(), torch.from_numpy(places)
+        if self._known is None or self._known[0] != present:
+            places: dict[int, list[int]] = {}
+            for rank, indices in enumerate(self._owned):
+                for place, index in enumerate(compress(indices, present[rank])):
+                    places.setdefault(index, []).append(rank * self.width + place)
+            most, measured = max(map(len, places.values()), default=0), sorted(places)
+            table = [places[index] + [self.num] * (most - len(places[index])) for index in measured]
+            self._known = present, measured, torch.tensor(table, dtype=torch.int64, device="cpu")
         return self._known[1], self._known[2]
 
 
@@ -170,12 +167,11 @@ def _global_norm(
     has_grad = [norms is not None and grad is not None for grad in grads]
     filler = 0.0 if order >= 0 else math.inf  # which adds nothing to the norm of a row
     known, values = _exchanged(group, heading, has_grad, norms, slots, filler, device)
-    headings = known[:, :_HEADING_NBYTES]
-    if headings[:, 0].any():
+    if any(each[0] for each in known):
         raise one_error(group, failure)
-    if (headings != headings[0]).any():
+    if len({each[:_HEADING_NBYTES] for each in known}) > 1:
         agree(group, [str(arguments)], "the arguments of clip_grad_norm_")
-    measured, places = slots.of_present(known[:, _HEADING_NBYTES:])
+    measured, places = slots.of_present([each[_HEADING_NBYTES:] for each in known])
     goes_to = None if _sends_beside(group, device) else device
     return _total([params[index] for index in measured], places, values, order, goes_to)
 
@@ -207,8 +203,8 @@ def _exchanged(
     slots: NormSlots,
     filler: float,
     device: torch.device,
-) -> tuple[NDArray[np.uint8], Tensor]:
-    """Gather all ranks' heading and bytes, a row for each; and what all send, as `NormSlots` places it."""
+) -> tuple[list[bytes], Tensor]:
+    """Gather each rank's heading and bytes; and what all send, as `NormSlots` places it."""
     known = heading.ljust(_HEADING_NBYTES, b"\0") + bytes(has_grad).ljust(slots.num, b"\0")
     fillers = _DOUBLE.pack(filler) * (slots.num + 1 - (0 if norms is None else norms.numel()))
     behind = known.ljust(_DOUBLE.size * (slots.width - slots.num - 1), b"\0")
@@ -217,13 +213,12 @@ def _exchanged(
     parts = [] if norms is None else [to_device(norms, place).view(torch.uint8)]
     mine = torch.cat([*parts, to_device(bytes_to_tensor(fillers + behind), place)])
     if is_beside:
-        octets = b"".join(group.all_gather_fixed(known))
+        everyone = group.all_gather_fixed(known)
         rows = group.all_gather_rows(mine)
     else:
         rows = group.read(HostCopy(group.all_gather_rows(mine)))
-        octets = rows[:, -len(behind) :].numpy()[:, : len(known)].tobytes()
-    values = rows.view(torch.float64).view(-1)
-    return np.frombuffer(octets, dtype=np.uint8).reshape(-1, len(known)), values
+        everyone = [tensor_to_bytes(row[-len(behind) :])[: len(known)] for row in rows]
+    return everyone, rows.view(torch.float64).view(-1)
 
 
 def _sends_beside(group: RankGroup, device: torch.device) -> bool:

@@ -49,7 +49,6 @@ class Leaves:
         master_dtype: torch.dtype | None,
         apart: Collection[Tensor] = (),
         home: HostStorage | None = None,
-        held: HeldLeaves | None = None,
     ) -> None:
         if master_dtype is not None and not isinstance(master_dtype, torch.dtype):
             raise TypeError(f"expected master_dtype to be a torch.dtype or None, got {master_dtype!r}")
@@ -61,7 +60,7 @@ class Leaves:
         self.kept: dict[Tensor, Tensor] = {}
         self._apart = apart
         self._home = home
-        self.held = HeldLeaves() if held is None else held
+        self.held = HeldLeaves()
         self._pieces: dict[Tensor, Piece | None] = {}  # None for whole parameters
         self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # what stand-ins are made of
 
@@ -125,8 +124,8 @@ class Leaves:
 
     def rows(self, param: Tensor) -> Tensor:
         """View the owned rows: the parameter itself unless cut or kept apart; autograd sees writes."""
-        if param in self.held:
-            return self.held.rows(param)
+        if param in self.held.values:
+            return self.held.values[param]
         if param in self.kept:
             if self._home is not None:
                 self._home.wait()
@@ -135,12 +134,12 @@ class Leaves:
 
     def own_rows(self, param: Tensor, tensor: Tensor) -> Tensor:
         """Return the owned rows of a tensor with the parameter's shape."""
-        piece = None if param in self.held else self._pieces[param]
+        piece = None if param in self.held.values else self._pieces[param]
         return tensor if piece is None else rows_of(tensor, piece)
 
     def own_gradient(self, param: Tensor) -> Tensor | None:
         """Return the owned rows of the gradient, on the device that steps them."""
-        if param in self.held:
+        if param in self.held.values:
             return self.held.grads.get(param)
         grad, rows = param.grad, None
         if grad is not None:
@@ -194,7 +193,7 @@ class Leaves:
         if gradients is not None:
             some = {param: some[param] for param in gradients if param in some}
         if self.held.away:
-            some = {param: leaf for param, leaf in some.items() if not self.held.is_away(param)}
+            some = {param: leaf for param, leaf in some.items() if param not in self.held.away}
         try:
             for param in before:
                 param.grad = given[param]
@@ -249,7 +248,7 @@ class Leaves:
             saved = saved_masters.get(param)
             rows = self.rows(param).data
             master.data.copy_(rows if saved is None else saved)
-            if saved is not None and not self.held.is_away(param):  # else the model has its own values
+            if saved is not None and param not in self.held.away:  # else the model has its own values
                 rows.copy_(master)
         for param in saved_masters.keys() - self.masters.keys():
             self.rows(param).copy_(saved_masters[param])
