@@ -97,11 +97,6 @@ class PartialGradient(Tensor):
         return self._rows
 
     @property
-    def is_on_host(self) -> bool:
-        """Whether the rows are on the host, whatever the parameter's device."""
-        return self._comes is not None
-
-    @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """The dtype of the rows."""
         return self._dtype
@@ -286,8 +281,8 @@ def _read(value: Any) -> Any:  # noqa: ANN401
 
 
 def is_on_host(grad: Tensor | None) -> bool:
-    """Return whether a gradient is partial with its rows on the host."""
-    return isinstance(grad, PartialGradient) and grad.is_on_host
+    """Whether a gradient is partial with its rows on the host, whatever the parameter's device."""
+    return isinstance(grad, PartialGradient) and grad._comes is not None
 
 
 def _has_elements(value: object) -> bool:

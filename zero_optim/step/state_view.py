@@ -9,7 +9,6 @@ Note [Writes to the state]
 
 from collections import defaultdict
 from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, Sequence, ValuesView
-from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
@@ -22,28 +21,6 @@ from zero_optim.step.local import LocalOptimizer
 
 States = Sequence[MutableMapping[Any, Any]]
 _NONE = object()
-
-
-@dataclass(frozen=True, slots=True)
-class _Beside:
-    """All masters, or all averages; ``prepare``, called before a write, raises if it is forbidden."""
-
-    name: str
-    tensors: Mapping[Tensor, Tensor]
-    keeper: Leaves | WeightAverage
-    prepare: Callable[[], None]
-
-    def shown(self, param: Tensor) -> Tensor:
-        return self.tensors[param].detach()
-
-    def load(self, param: Tensor, entries: Mapping[str, Any]) -> None:
-        """Copy an entry in, or restart without one; a tensor from here changes nothing."""
-        value, own = entries.get(self.name), self.shown(param)
-        if type(value) is Tensor and value.is_set_to(own):
-            return
-        values = self.keeper.taken_from({param: dict(entries)})
-        self.prepare()
-        self.keeper.load(values, [param])
 
 
 class _View(MutableMapping[Any, Any]):
@@ -72,26 +49,28 @@ class OwnedEntries(_View):
         self,
         entries: Mapping[str, Any] | None = None,
         *,
-        state: MutableMapping[Any, Any] | None = None,
-        leaf: Any = None,  # noqa: ANN401 - the key in ``state``
-        param: Any = None,  # noqa: ANN401 - whose master and average are beside
-        beside: Sequence[_Beside] = (),
+        view: "OwnedStateView | None" = None,  # of which these are
+        param: Any = None,  # noqa: ANN401 - the key in it
         owners: Pieces = (),
         names: Sequence[str] = (),
     ) -> None:
-        self._state = {None: dict(entries or {})} if state is None else state
-        self._key, self._param, self._owners, self._names = leaf, param, owners, names
-        self._beside = {each.name: each for each in beside}
+        self._view, self._param, self._owners, self._names = view, param, owners, names
+        alone: tuple[Any, MutableMapping[Any, Any]] = None, {None: dict(entries or {})}
+        self._place, self._state = alone if view is None else view.home(param)
+
+    @property
+    def _beside(self) -> dict[str, Tensor]:
+        return {} if self._view is None else self._view.beside(self._param)
 
     @property
     def _own(self) -> MutableMapping[str, Any]:
         """The class's own entries; a read creates none, as some classes test for any."""
-        own: MutableMapping[str, Any] = self._state.get(self._key, {})
+        own: MutableMapping[str, Any] = self._state.get(self._place, {})
         return own
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - whatever the class keeps
         if name in self._beside:
-            return self._beside[name].shown(self._param)
+            return self._beside[name]
         if self._owners and name not in self._own:
             raise KeyError(
                 f"no {name!r} on this rank: the parameter of shape {tuple(self._param.shape)} is "
@@ -100,10 +79,10 @@ class OwnedEntries(_View):
         return self._own[name]
 
     def __setitem__(self, name: str, value: object) -> None:
-        if name in self._beside:
-            self._beside[name].load(self._param, {name: value})
+        if self._view is not None and name in self._beside:
+            self._view.set_beside(name, self._param, {name: value})
         else:
-            self._state.setdefault(self._key, {})[name] = value
+            self._state.setdefault(self._place, {})[name] = value
 
     def __delitem__(self, name: str) -> None:
         if name in self._beside:
@@ -128,8 +107,8 @@ class OwnedEntries(_View):
 
     def clear(self) -> None:
         """Drop the class's entries; the master and the average restart."""
-        for each in self._beside.values():
-            each.load(self._param, {})
+        if self._view is not None:
+            self._view.restart(self._param)
         self._own.clear()
 
 
@@ -151,10 +130,10 @@ class OwnedStateView(_View):
         self._leaves = leaves
         self._average = average
         self._wait = wait
-        self._besides = [
-            _Beside(MASTER, leaves.masters, leaves, self._prepare),
-            _Beside(EMA, average.averages, average, self._prepare),
-        ]
+        self._besides: dict[str, tuple[Mapping[Tensor, Tensor], Leaves | WeightAverage]] = {
+            MASTER: (leaves.masters, leaves),
+            EMA: (average.averages, average),
+        }
 
     def shows(self, states: States) -> bool:
         """Return whether this is a view of these same dicts."""
@@ -167,22 +146,32 @@ class OwnedStateView(_View):
         for key, value in state.items():
             view[key] = value
         for param in [param for param in view._kept_beside() if param not in state]:
-            view._restart(param)
+            view.restart(param)
         return states
 
-    def _beside(self, key: object) -> list[_Beside]:
-        return [each for each in self._besides if isinstance(key, Tensor) and key in each.tensors]
+    def beside(self, key: object) -> dict[str, Tensor]:
+        """Return a parameter's master and average, by name, as far as there are any."""
+        if not isinstance(key, Tensor):
+            return {}
+        return {name: each[key].detach() for name, (each, _) in self._besides.items() if key in each}
 
     def _kept_beside(self) -> dict[Tensor, None]:
-        return dict.fromkeys(param for each in self._besides for param in each.tensors)
+        return dict.fromkeys(param for tensors, _ in self._besides.values() for param in tensors)
 
-    def _prepare(self) -> None:
+    def set_beside(self, name: str, param: Tensor, entries: Mapping[str, Any]) -> None:
+        """Copy a master or average in, or restart it without one; a tensor from here changes nothing."""
+        (tensors, keeper), value = self._besides[name], entries.get(name)
+        if type(value) is Tensor and value.is_set_to(tensors[param].detach()):
+            return
+        values = keeper.taken_from({param: dict(entries)})
         self._average.check_out()
         self._wait()
+        keeper.load(values, [param])
 
-    def _restart(self, param: object) -> None:
-        for each in self._beside(param):
-            each.load(param, {})  # type: ignore[arg-type]
+    def restart(self, param: Any) -> None:  # noqa: ANN401 - whatever is a key
+        """Restart a parameter's master and average, if there are any."""
+        for name in self.beside(param):
+            self.set_beside(name, param, {})
 
     def _place(self, key: object) -> Any:  # noqa: ANN401 - whatever the class takes
         return self._leaves.separate.get(key, key) if isinstance(key, Tensor) else key
@@ -190,44 +179,44 @@ class OwnedStateView(_View):
     def _holding(self, place: object) -> list[MutableMapping[Any, Any]]:
         return [state for state in self._states if place in state]
 
-    def _home(self, place: object) -> MutableMapping[Any, Any]:
+    def home(self, key: object) -> tuple[Any, MutableMapping[Any, Any]]:
+        """Return the key in a class's state, and the state that has it or would."""
+        place = self._place(key)
         holding = self._holding(place)
-        return holding[0] if holding else self._states[self._local.number_of(place)]
+        return place, holding[0] if holding else self._states[self._local.number_of(place)]
 
     def __getitem__(self, key: Any) -> Any:  # noqa: ANN401 - whatever the class keeps
-        place, beside = self._place(key), self._beside(key)
         owners = () if key in self._leaves.owned else self._pieces.get(key, ())
-        home = self._home(place)
-        if not beside and not owners:
+        if not owners and not self.beside(key):
+            place, home = self.home(key)
             return home[place]
         names = self._leaves.held.names.get(key, ()) if owners else ()
-        return OwnedEntries(state=home, leaf=place, param=key, beside=beside, owners=owners, names=names)
+        return OwnedEntries(view=self, param=key, owners=owners, names=names)
 
     def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401 - whatever the class keeps
-        place, beside = self._place(key), self._beside(key)
+        beside, (place, home) = self.beside(key), self.home(key)
         if not isinstance(key, Tensor):
             # As a load does, which gives global entries to every optimizer.
             for state in self._holding(place) or self._states:
                 state[place] = value
         elif not beside:
-            self._home(place)[place] = value
+            home[place] = value
         else:
             if not isinstance(value, Mapping):
                 raise TypeError(
                     f"expected the state of a parameter to be a mapping, got {type(value).__name__}"
                 )
             entries = dict(value)
-            for each in beside:
-                each.load(key, entries)
-            names = [each.name for each in beside]
-            own = {name: entry for name, entry in entries.items() if name not in names}
-            if own or self._holding(place):
-                self._home(place)[place] = own
+            for name in beside:
+                self.set_beside(name, key, entries)
+            own = {name: entry for name, entry in entries.items() if name not in beside}
+            if own or place in home:
+                home[place] = own
 
     def __delitem__(self, key: Any) -> None:  # noqa: ANN401 - as above
         if key not in self:
             raise KeyError(key)
-        self._restart(key)
+        self.restart(key)
         place = self._place(key)
         for state in self._holding(place):
             del state[place]
@@ -237,7 +226,7 @@ class OwnedStateView(_View):
         return any(self._states)
 
     def __contains__(self, key: object) -> bool:
-        return bool(self._holding(self._place(key)) or self._beside(key))
+        return bool(self._holding(self._place(key)) or self.beside(key))
 
     def __iter__(self) -> Iterator[Any]:
         param_of = {leaf: param for param, leaf in self._leaves.separate.items()}
@@ -267,7 +256,7 @@ class OwnedStateView(_View):
             raise KeyError(key)
         value = self[key]
         if isinstance(value, OwnedEntries):
-            value = {**value, **{each.name: value[each.name].clone() for each in self._beside(key)}}
+            value = {**value, **{name: own.clone() for name, own in self.beside(key).items()}}
         del self[key]
         return value
 
@@ -281,6 +270,6 @@ class OwnedStateView(_View):
     def clear(self) -> None:
         """Drop all entries of the classes; masters and averages restart."""
         for param in self._kept_beside():
-            self._restart(param)
+            self.restart(param)
         for state in self._states:
             state.clear()

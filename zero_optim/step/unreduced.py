@@ -7,7 +7,7 @@ Note [Unreduced gradients]
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
@@ -17,6 +17,9 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.wire import memory_of
 from zero_optim.plan.groups import names_text
 from zero_optim.shard.order import digests
+
+if TYPE_CHECKING:
+    from zero_optim.ddp.reducer.reducer import Reducer
 
 NOT_REDUCED = (
     "did not require a gradient when the model was wrapped, and now does: its gradient would not be reduced, "
@@ -48,33 +51,22 @@ class FrozenParams:
         return [(name, param) for name, param in self._pairs if param.requires_grad]
 
 
-class GradientReducer(Protocol):
-    """What reduces gradients of parameters during backward passes."""
-
-    names: Sequence[str]
-    params: Sequence[Tensor]
-
-    @property
-    def unreduced(self) -> Sequence[bool]:
-        """By parameter: its last gradient came in a pass that was not reduced."""
-
-
 _FROZEN: WeakSet[FrozenParams] = WeakSet()
-_REDUCERS: WeakKeyDictionary[GradientReducer, int] = WeakKeyDictionary()  # numbered
+_REDUCERS: WeakKeyDictionary["Reducer", int] = WeakKeyDictionary()  # numbered
 _numbers = count()
 
 
-def add_reducer(reducer: GradientReducer) -> None:
+def add_reducer(reducer: "Reducer") -> None:
     """Ask a living reducer about gradients from now on."""
     _REDUCERS[reducer] = next(_numbers)
 
 
-def remove_reducer(reducer: GradientReducer) -> None:
+def remove_reducer(reducer: "Reducer") -> None:
     """Forget a reducer, whose hooks are gone."""
     _REDUCERS.pop(reducer, None)
 
 
-def reducers_with(params: Collection[Tensor]) -> list[GradientReducer]:
+def reducers_with(params: Collection[Tensor]) -> "list[Reducer]":
     """Return the living reducers that have any of the parameters."""
     return [reducer for reducer in list(_REDUCERS) if any(param in params for param in reducer.params)]
 
@@ -119,7 +111,7 @@ class UnreducedParams:
         return unreduced
 
 
-def _not_synced(reducers: Sequence[GradientReducer], params: Collection[Tensor]) -> dict[Tensor, Unreduced]:
+def _not_synced(reducers: "Sequence[Reducer]", params: Collection[Tensor]) -> dict[Tensor, Unreduced]:
     """Find the parameters with a gradient of an unreduced pass, unless a second reducer has reduced it."""
     unreduced = {
         param: Unreduced(name, _NOT_SYNCED)
