@@ -133,7 +133,7 @@ def new_owned(
         local = local_over({param: leaves.add(param, piece) for param, piece in pieces.items()})
         answers.extend(local.answers())
     local.combine(answers)
-    return OwnedState(group, leaves, average, local, pieces)
+    return OwnedState(leaves, average, local, pieces)
 
 
 def add_group(core: Core, group: dict[str, Any]) -> None:
@@ -159,7 +159,7 @@ def add_group(core: Core, group: dict[str, Any]) -> None:
             buckets = make_held_buckets(core.groups, plan, held, owned.leaves.held, sharding)
         for bucket in buckets:
             bucket.fetch()
-        owned.add_group(group, own.specs[0].spec, sharding.owned(group["params"], plan))
+        owned.add_group(core.group, group, own.specs[0].spec, sharding.owned(group["params"], plan))
         for bucket in buckets:
             bucket.release()
         inputs.note(new, own, plan.costs)

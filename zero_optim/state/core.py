@@ -87,7 +87,6 @@ class Core:
         """Release the process group and everything built on it: Note [Detached] in `rebinding`."""
         self.engine.release(waits=waits)
         self.sharding.release()
-        self.owned.release()
         works = self.ranks.works
         works.log.cut_if_failed(works.ranks)  # see Note [Groups that end] in `zero_optim.comm.work_log`
         self.ranks, self.mesh = self.ranks.release(), None
@@ -291,7 +290,7 @@ class Core:
         return {param: CutState(tuple(param.shape), pieces[param], names) for param, names in shaped.items()}
 
     def take_over(
-        self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool, everyone: RankGroup | None
+        self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool, everyone: RankGroup
     ) -> Callable[[], None]:
         """Replace this rank's state and options, and return what is left to do, as `OwnedState.load`."""
         self.engine.under_way.wait()  # gathers read the parameters, which masters are written to

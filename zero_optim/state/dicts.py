@@ -118,7 +118,7 @@ def load(
     agree(group, described, "the options of the state dict")
     everywhere = map_tensors(beside["everywhere"], copied)
     is_new = beside["is_new"] and not core.owned.local.initial_state(core.groups)
-    core.take_over({**owned, **everywhere}, groups, exact=False, everyone=None)()
+    core.take_over({**owned, **everywhere}, groups, exact=False, everyone=core.group)()
     core.snapshot.changed(is_new=is_new)
 
 
@@ -132,7 +132,8 @@ def load_owned(
 
     Returns what loads masters and averages, and cannot fail: the caller may set the parameters before.
     """
-    with failing_together(core.group if everyone is None else everyone):
+    everyone = core.group if everyone is None else everyone
+    with failing_together(everyone):
         core.check_weights()
         core.owned.local.check_dicts()
         if not isinstance(state, Mapping):

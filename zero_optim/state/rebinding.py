@@ -171,7 +171,7 @@ def _go_over(core: Core, group: RankGroup, inputs: PlanInputs, *, keep_state: bo
     owned = new_owned(group, new, average, sharding.owned(params, plan), local_over)
     if holders:
         of_params = {params[index]: entries for index, entries in state.items()}
-        owned.load({**of_params, **everywhere}, groups, exact=True, everyone=None)()
+        owned.load({**of_params, **everywhere}, groups, exact=True, everyone=group)()
     # Everything is checked now. Only a rank that dies can stop it from here on.
     age, steps = (max((each[key] for each in holders.values()), default=0) for key in ("age", "steps"))
     there = replace(core, ranks=group, inputs=inputs, sharding=sharding, owned=owned, groups=groups)

@@ -58,14 +58,14 @@ class BuiltOptimizer:
 
     def check_saved(self) -> None:
         """Raise TypeError if the state cannot be saved and resumed."""
-        if self.traits is not None and self.traits.unsaved is not None:
-            raise TypeError(self._unsaved(self.traits.unsaved))
-        if self.traits is None and has_own_dict(self.optimizer):
-            raise TypeError(self._unsaved("it was not tried (assume_separable=True)"))
-
-    def _unsaved(self, reason: str | None) -> str:
-        own = "has a state_dict() of its own, and its" if has_own_dict(self.optimizer) else "keeps what its"
-        return f"{self.spec.name} {own} state can be neither consolidated, saved nor loaded: {reason}"
+        is_own = has_own_dict(self.optimizer)
+        untried = "it was not tried (assume_separable=True)" if is_own else None
+        reason = untried if self.traits is None else self.traits.unsaved
+        if reason is not None:
+            what = "has a state_dict() of its own, and its" if is_own else "keeps what its"
+            raise TypeError(
+                f"{self.spec.name} {what} state can be neither consolidated, saved nor loaded: {reason}"
+            )
 
     def combine(self, answers: Iterator[bool]) -> None:
         """Keep the probe results that hold on every rank, from the ``answers`` of all classes."""

@@ -58,7 +58,7 @@ class Leaves:
         self.masters: dict[Tensor, Tensor] = {}
         self.separate: dict[Tensor, Tensor] = {}
         self.kept: dict[Tensor, Tensor] = {}
-        self._apart = apart
+        self.apart = apart
         self._home = home
         self.held = HeldLeaves()
         self._pieces: dict[Tensor, Piece | None] = {}  # None for whole parameters
@@ -72,7 +72,7 @@ class Leaves:
         if dtype != rows.dtype:
             self.masters[param] = Parameter(rows.detach().to(dtype), requires_grad=trains)
             self.separate[param] = self.masters[param]
-        elif rows is not param or param in self._apart:
+        elif rows is not param or param in self.apart:
             self.separate[param] = Parameter(rows.data, requires_grad=trains)
         return self.leaf(param)
 
@@ -85,11 +85,6 @@ class Leaves:
     def owned(self) -> Collection[Tensor]:
         """Parameters that this rank owns, in whole or in part."""
         return self._pieces.keys()
-
-    @property
-    def takes_closures(self) -> bool:
-        """Whether a class's step may call a closure: masters and rows apart need gradients earlier."""
-        return not self.masters and not self._apart
 
     def leaf(self, param: Tensor) -> Tensor:
         """Return the leaf of an owned parameter."""
@@ -106,7 +101,7 @@ class Leaves:
         return there.clone() if there is value else there
 
     def _at_home(self, param: Tensor, rows: Tensor) -> Tensor:
-        if self._home is None or param not in self._apart or param in self.kept:
+        if self._home is None or param not in self.apart or param in self.kept:
             return rows
         if is_freed(rows):
             return shown_when_freed(rows.shape, rows.dtype, torch.device("cpu"))
@@ -118,7 +113,7 @@ class Leaves:
 
     def cut_rows(self, param: Tensor, pieces: Pieces) -> CutRows:
         """Return where a parameter is cut, for the probe; accelerators' are tried in float32."""
-        is_on_cpu = param.device.type == "cpu" or (self._home is not None and param in self._apart)
+        is_on_cpu = param.device.type == "cpu" or (self._home is not None and param in self.apart)
         dtype = self.stepped_dtype(param) if is_on_cpu else torch.float32
         return CutRows(dtype, tuple(param.shape), tuple(p.stop for p in pieces[:-1]))
 
@@ -144,7 +139,7 @@ class Leaves:
         grad, rows = param.grad, None
         if grad is not None:
             rows = grad.piece if isinstance(grad, PartialGradient) else self.own_rows(param, grad)
-        if rows is None or self._home is None or param not in self._apart or is_on_host(grad):
+        if rows is None or self._home is None or param not in self.apart or is_on_host(grad):
             return rows
         return self._home.brought(rows)
 

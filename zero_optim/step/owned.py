@@ -28,7 +28,6 @@ class OwnedState:
 
     def __init__(
         self,
-        group: RankGroup,
         leaves: Leaves,
         average: WeightAverage,
         local: LocalOptimizer,
@@ -37,14 +36,9 @@ class OwnedState:
         self.local = local
         self.average = average
         self.leaves = leaves
-        self._group = group
         average.add(owned)
         leaves.release()
         self.shown: Mapping[Any, Any] = {}  # what users see as the state, by `show`
-
-    def release(self) -> None:
-        """Release the process group; no communication."""
-        self._group = self._group.release()
 
     def show(self, wait: Callable[[], None], pieces: Mapping[Tensor, Pieces]) -> MutableMapping[Any, Any]:
         """Return the class's dict if it has all state, else a view; ``wait`` runs before a write to it."""
@@ -57,8 +51,11 @@ class OwnedState:
 
     @property
     def takes_closures(self) -> bool:
-        """Whether the class's step may call a closure; several classes share the gradients of one call."""
-        return self.leaves.takes_closures and len(self.local.states) == 1
+        """Whether the class's step may call a closure: masters and rows apart need gradients earlier.
+
+        Several classes share the gradients of one call.
+        """
+        return not self.leaves.masters and not self.leaves.apart and len(self.local.states) == 1
 
     def take_over_state(self, state: object, states: Sequence[dict[Any, Any]]) -> bool:
         """Adopt the mapping that replaces ``state``, or raise; return whether to `show` again.
@@ -107,11 +104,13 @@ class OwnedState:
         own = {param: self.leaves.own_rows(param, grad) for param, grad in pairs if grad is not None}
         return own if self.local.spares_gradients else {param: rows.clone() for param, rows in own.items()}
 
-    def add_group(self, group: ParamGroup, spec: OptimizerSpec, owned: Mapping[Tensor, Piece]) -> None:
+    def add_group(
+        self, ranks: RankGroup, group: ParamGroup, spec: OptimizerSpec, owned: Mapping[Tensor, Piece]
+    ) -> None:
         """Add the owned part of a group on all ranks, or none; raises any rank's error; all ranks call."""
         before = self.local.num_groups
         try:
-            with answering_together(self._group) as answers:
+            with answering_together(ranks) as answers:
                 leaf_of = {param: self.leaves.add(param, piece) for param, piece in owned.items()}
                 self.local.add_group(group, spec, leaf_of)
                 answers.extend(self.local.answers())
@@ -124,11 +123,11 @@ class OwnedState:
         self.average.add(owned)
 
     def load(
-        self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool, everyone: RankGroup | None
+        self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool, everyone: RankGroup
     ) -> Callable[[], None]:
         """Replace the state by the owned part of a whole one, on all ranks or none; all ranks call.
 
-        ``everyone`` fails together, by default the group. Returns what loads masters and averages, which
+        ``everyone`` fails together. Returns what loads masters and averages, which
         cannot fail any more: the caller may set the parameters before.
         """
         params = {param for group in groups for param in group["params"]}
@@ -144,7 +143,7 @@ class OwnedState:
         undo = self.local.remember()
         self.leaves.follow()  # the class's own load may read them
         try:
-            with failing_together(self._group if everyone is None else everyone):
+            with failing_together(everyone):
                 masters = self.leaves.taken_from(entries)
                 averages = self.average.taken_from(entries)
                 self.local.load(groups, of_leaves, exact=exact)
