@@ -226,7 +226,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             closure: evaluates the model and returns the loss; on all ranks or none. One more collective of a
                 byte: if it raises on a rank, all raise before anything is stepped, but not inside ``Join``
                 with an overlapped step. A rank inside a collective of its own closure waits for its timeout.
-            **kwargs: for the class's own ``step``. Some scalers pass themselves as ``grad_scaler``.
+            **kwargs: for the class's own ``step``.
 
         Returns:
             The loss of ``closure``, None without one.

@@ -18,7 +18,6 @@ WORKS_WITH = "2.8 to 2.15"  # versions of PyTorch
 _C10D = "torch.distributed.distributed_c10d"
 _DDP = "torch.nn.parallel.distributed"
 _GROUP = "torch.distributed.ProcessGroup"
-_SCALER = "torch.amp.GradScaler"
 
 NAMES: dict[str, tuple[str, ...]] = {
     "copying many tensors in one call": ("torch._foreach_copy_", "torch._foreach_mul_"),
@@ -34,13 +33,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch._C._disabled_torch_function_impl",
     ),
     "offloaded gradients": ("torch._ops.OpOverload._schema",),
-    "gradient scaling": (
-        f"{_SCALER}._check_inf_per_device",
-        f"{_SCALER}._found_inf_per_device",
-        f"{_SCALER}._get_scale_async",
-        f"{_SCALER}._per_optimizer_states",
-        "torch._amp_foreach_non_finite_check_and_unscale_",
-    ),
+    "gradient scaling": ("torch._amp_foreach_non_finite_check_and_unscale_",),
     "hooks for the steps of all optimizers": (
         "torch.optim.optimizer._global_optimizer_pre_hooks",
         "torch.optim.optimizer._global_optimizer_post_hooks",

@@ -50,9 +50,8 @@ class Iteration:
         loss, shared, failure = (None, None, None) if closure is None else self._evaluate(closure, in_join)
         if self._overlap is not None and self._finish_overlapped(self._overlap, optimizer, kwargs):
             return loss
-        scaler = kwargs.pop("grad_scaler", None)
         try:
-            is_ready = self._ready_gradients(optimizer, scaler, failure, shared, in_join)
+            is_ready = self._ready_gradients(optimizer, failure, shared, in_join)
         except BaseException as error:
             core.engine.report_to_replicas(error)
             raise
@@ -108,7 +107,7 @@ class Iteration:
             return None, None, error
 
     def _ready_gradients(
-        self, optimizer: Optimizer, scaler: object, failure: Exception | None, shared: object, in_join: bool
+        self, optimizer: Optimizer, failure: Exception | None, shared: object, in_join: bool
     ) -> bool:
         """Check, unscale and lend gradients; all ranks call. False if a scaler found an infinity on any."""
         core, scaling = self._core, None
@@ -118,17 +117,15 @@ class Iteration:
                     core.compare_unreduced(in_join=in_join)
                 if in_join:
                     core.check_gradients()
-                scaling = Scaling.read(optimizer, scaler)
+                scaling = Scaling.read(optimizer)
             except Exception as error:  # noqa: BLE001 - told to the others, and raised on every rank
                 failure = error
         if scaling is None and failure is None and not in_join:
             return True
-        status, found_inf = Status.NOTHING, None if scaling is None else scaling.found_inf
-        if scaling is not None and scaling.scaler is None:
-            status = Status.DEAF
+        status, found_inf = (Status.NOTHING, None) if scaling is None else (Status.DEAF, scaling.found_inf)
         statuses = exchange(core.group, status, found_inf=found_inf, failure=failure)
         if scaling is not None:
-            if scaling.back_off_together(optimizer, statuses, core.group.rank):
+            if ranks_that(statuses, Status.INFINITE):
                 return False
             scaling.unscale(core.params)
         self.joins.lend(core.group, statuses)

@@ -174,6 +174,8 @@ class LocalOptimizer:
         self, groups: list[ParamGroup], closure: Closure, chosen: set[Tensor] | None, /, **kwargs: object
     ) -> float | None:
         """Step all leaves, or the chosen ones; returns the class's result."""
+        if "grad_scaler" in kwargs:
+            raise TypeError("step() takes no grad_scaler: call torch.amp.GradScaler.step(optimizer)")
         arguments = () if closure is None else (closure,)
         stepped: float | None = self.call(groups, list(map(_STEP, self._built)), chosen, *arguments, **kwargs)
         return stepped
