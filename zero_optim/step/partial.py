@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
+from zero_optim.comm.encoding import map_tensors, tensors_of
 from zero_optim.compat import private
 from zero_optim.compat.streams import HostCopy, copy_to
 from zero_optim.dtensor.placement import is_dtensor, local_rows
@@ -156,12 +157,13 @@ class PartialGradient(Tensor):
         if name == "detach_":
             return first
         beside = args[1:]
-        is_apt = name in _PER_ELEMENT and not any(map(_has_elements, beside))
+        others = tensors_of(list(beside))
+        has_elements = any(isinstance(each, PartialGradient) or each.numel() > 1 for each in others)
+        is_apt = name in _PER_ELEMENT and not has_elements
         if is_apt and isinstance(first, PartialGradient | list | tuple):
             return _run_on_rows(func, name, first, beside, kwargs or {})
-        values = [*args, *(kwargs or {}).values()]
-        every = (item for value in values for item in (value if isinstance(value, list | tuple) else [value]))
-        return next(item for item in every if isinstance(item, PartialGradient))._refuse(name)
+        every = tensors_of([*args, *(kwargs or {}).values()])
+        return next(each for each in every if isinstance(each, PartialGradient))._refuse(name)
 
 
 def _run_on_rows(
@@ -267,25 +269,13 @@ def _brought(func: Any, beside: Sequence[Any], *, on_host: bool) -> Iterator[lis
     if not on_host:
         yield list(beside)
         return
-    near = [_read(value) for value in beside]
+    near = map_tensors(list(beside), lambda tensor: HostCopy(tensor).read())
     yield near
     for argument, target, used in zip(private.schema(func).arguments[1:], beside, near, strict=False):
         if isinstance(target, Tensor) and argument.alias_info is not None and argument.alias_info.is_write:
             copy_to(target, used)
 
 
-def _read(value: Any) -> Any:  # noqa: ANN401
-    if isinstance(value, list | tuple):
-        return [_read(each) for each in value]
-    return HostCopy(value).read() if isinstance(value, Tensor) else value
-
-
 def is_on_host(grad: Tensor | None) -> bool:
     """Whether a gradient is partial with its rows on the host, whatever the parameter's device."""
     return isinstance(grad, PartialGradient) and grad._comes is not None
-
-
-def _has_elements(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return any(map(_has_elements, value))
-    return isinstance(value, PartialGradient) or (isinstance(value, Tensor) and value.numel() > 1)
