@@ -1,7 +1,6 @@
 """Accelerate: an ``Accelerator`` for each stage of ZeRO; the rest of a script stays as it is."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import accelerate
@@ -71,18 +70,13 @@ class Accelerator(accelerate.Accelerator):
 
     def save_state(self, *args: Any, **options: Any) -> Any:
         """Save everything, as Accelerate does; an optimizer's whole state on the ranks that write."""
-        with self._optimizers_saved():
-            return super().save_state(*args, **options)
-
-    @contextmanager
-    def _optimizers_saved(self) -> Iterator[None]:
-        """Consolidate; meanwhile other ranks have no optimizers, of which they would not write anything."""
         everywhere, optimizers = self.project_configuration.save_on_each_node, self._optimizers
         for each in optimizers:
             consolidate(each, everywhere=everywhere)
+        # Meanwhile other ranks have no optimizers, of which they would not write anything.
         self._optimizers = optimizers if everywhere or self.is_main_process else []
         try:
-            yield
+            return super().save_state(*args, **options)
         finally:
             self._optimizers = optimizers
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from zero_optim.plan.layout import Layout, aligned_offsets, rows_in_order, whole
-from zero_optim.plan.partition import RankLoads, fullest_row
+from zero_optim.plan.partition import RankLoads
 
 # For even buckets the fullest rank's load may be the mean times this.
 TOLERATED = 1.05
@@ -122,7 +122,9 @@ def _is_uneven(planned: Planned, number: int, num_owners: int) -> bool:
     # Before its last parameter the fullest row was at most the mean: that decides most buckets.
     if largest <= tolerated or not planned.steps[bucket[nbytes.index(largest)]]:
         return False
-    return fullest_row(nbytes, num_owners) - mean > tolerated
+    rows = RankLoads([0] * num_owners)
+    rows.assign(nbytes)
+    return rows.fullest() - mean > tolerated
 
 
 def _choose(

@@ -47,16 +47,6 @@ class RankLoads:
         return owners
 
 
-def fullest_row(sizes: Sequence[int], num_ranks: int) -> int:
-    """Return the bytes of a bucket's fullest row as `RankLoads.assign` chooses owners."""
-    if len(sizes) <= num_ranks:
-        return max(sizes, default=0)
-    rows = [0] * num_ranks
-    for size in sorted(sizes, reverse=True):
-        heapq.heapreplace(rows, rows[0] + size)
-    return max(rows)
-
-
 def assign_buckets(
     keys: Sequence[Hashable], nbytes: Sequence[int], cap_nbytes: int | Sequence[int], order: Sequence[int]
 ) -> list[list[int]]:

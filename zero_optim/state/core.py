@@ -62,7 +62,8 @@ class Core:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle all but the parts of a model."""
-        return {**vars(self), "mesh": None, "inputs": replace(self.inputs, store=Store())}
+        anew = {"unreduced": UnreducedParams(), "samples": GradientSamples(), "mesh": None}
+        return {**vars(self), **anew, "inputs": replace(self.inputs, store=Store())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, whose view of the state waits for its own gathers."""

@@ -26,9 +26,6 @@ class GradientSamples:
         self._named: list[tuple[str, Tensor]] = []
         self._copies: list[tuple[str, HostCopy]] = []  # of the last step, on an accelerator
 
-    def __reduce__(self) -> "tuple[type[GradientSamples], tuple[()]]":
-        return GradientSamples, ()
-
     def take(
         self, groups: Sequence[ParamGroup], num_params: int, read: Callable[[HostCopy], Tensor]
     ) -> Sampled:

@@ -86,9 +86,6 @@ class UnreducedParams:
         self._outside: list[Tensor] = []
         self.are_known = False  # whether a reducer has any of the parameters: then `among` tells of all
 
-    def __reduce__(self) -> "tuple[type[UnreducedParams], tuple[()]]":
-        return UnreducedParams, ()
-
     def among(self, params: Collection[Tensor]) -> dict[Tensor, Unreduced]:
         """Return those of ``params`` that train, with the reasons."""
         unreduced: dict[Tensor, Unreduced] = {}
