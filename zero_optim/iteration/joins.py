@@ -1,7 +1,11 @@
-"""An optimizer inside ``Join``, with ranks that ran out of inputs."""
+"""An optimizer inside ``Join``: a rank that ran out of inputs still steps what it owns while others train.
+
+An active rank sends a joined one, for one step, the options and the gradients of the rows it owns.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -10,8 +14,11 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.plan.groups import options_of
+from zero_optim.plan.pieces import Piece, is_whole, piece_of, rows_of, whole_piece
 from zero_optim.state.core import Core
-from zero_optim.step.join import Status, exchange, lend_gradients
+from zero_optim.state.moving import RowMap, move
+from zero_optim.step.join import Status, exchange, ranks_that
 
 NO_JOIN = (
     "each gradient is sent only to the rank that owns it. For uneven inputs use stage 1: "
@@ -20,6 +27,7 @@ NO_JOIN = (
 )
 
 
+_GRAD = "grad"
 # As a stall names it.
 STEP_OF_JOIN = "step inside Join, which each forward pass has, so that none can be under no_sync()"
 
@@ -92,10 +100,33 @@ class Joins(Joinable):
         statuses: Sequence[Status],
         params: Sequence[Tensor] | None = None,
     ) -> None:
-        """Lend joined ranks gradients of some parameters, by default all; all ranks call."""
-        core, chosen = self._core, self._core.params if params is None else params
+        """Lend joined ranks options, and gradients of some parameters, by default all; all ranks call."""
+        core, joined = self._core, ranks_that(statuses, Status.JOINED)
+        if len(joined) in (0, group.size):
+            return
+        chosen = core.params if params is None else params
         pieces = [core.sharding.pieces[param] for param in chosen]
-        lend_gradients(group, statuses, chosen, pieces, core.groups)
+        lender = next(rank for rank in range(group.size) if rank not in joined)
+        lent: dict[Any, Any] = {}
+        if group.rank == lender:
+            grads = [param.grad for param in chosen]
+            lent = {index: {_GRAD: grad} for index, grad in enumerate(grads) if grad is not None}
+            lent[len(chosen)] = list(map(options_of, core.groups))
+        # Options are an entry of one row more, which every joined rank wants.
+        shapes = [*(tuple(param.shape) for param in chosen), ()]
+        held = [whole_piece(lender, shape) for shape in shapes]
+        wanted = [tuple(piece for piece in of_param if piece.owner in joined) for of_param in pieces]
+        wanted.append(tuple(Piece(rank, 0, 1) for rank in joined))
+        shaped = {index: frozenset({_GRAD}) for index, of_param in enumerate(pieces) if len(of_param) > 1}
+        lent = move(group, RowMap(shapes, shaped, held, wanted), lent, about="a gradient or option")
+        if group.rank not in joined:
+            return
+        for own, options in zip(core.groups, lent[len(chosen)], strict=True):
+            own.update(options)
+        for index, (param, of_param) in enumerate(zip(chosen, pieces, strict=True)):
+            piece = piece_of(of_param, group.rank)
+            if piece is not None:
+                _set_rows(param, piece, lent.get(index, {}).get(_GRAD))
 
     def exchange_and_lend(
         self, group: RankGroup, params: Sequence[Tensor], *, joined: bool, failure: Exception | None = None
@@ -121,3 +152,14 @@ class Joins(Joinable):
 
 
 _JOINS: WeakSet[Joins] = WeakSet()
+
+
+@torch.no_grad()
+def _set_rows(param: Tensor, piece: Piece, rows: Tensor | None) -> None:
+    """Set the rows of a gradient in place, as it may be a view of DDP's, or None; others become undefined."""
+    is_new = param.grad is None or param.grad.is_sparse
+    if rows is None or rows.is_sparse or (is_new and is_whole(piece, param.shape)):
+        param.grad = None if rows is None else rows.to(param.device)
+        return
+    grad = param.grad = torch.zeros_like(param) if is_new or param.grad is None else param.grad
+    rows_of(grad, piece).copy_(rows)
