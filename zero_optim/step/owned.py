@@ -1,6 +1,6 @@
 """The parameters that one rank owns, their optimizers, masters and averages."""
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -38,16 +38,12 @@ class OwnedState:
         self.leaves = leaves
         average.add(owned)
         leaves.release()
-        self.shown: Mapping[Any, Any] = {}  # what users see as the state, by `show`
+        self.shown: OwnedStateView  # what users see as the state, by `show`
 
-    def show(self, wait: Callable[[], None], pieces: Mapping[Tensor, Pieces]) -> MutableMapping[Any, Any]:
-        """Return the class's dict if it has all state, else a view; ``wait`` runs before a write to it."""
-        states, has_all = self.local.states, len(pieces) == len(self.leaves.owned)
-        shown: MutableMapping[Any, Any] = states[0]
-        if not has_all or len(states) > 1 or self.leaves.separate or self.average.averages:
-            shown = OwnedStateView(states, self.local, self.leaves, self.average, wait, pieces)
-        self.shown = shown
-        return shown
+    def show(self, wait: Callable[[], None], pieces: Mapping[Tensor, Pieces]) -> OwnedStateView:
+        """Return a view of the state; ``wait`` runs before a write to it."""
+        self.shown = OwnedStateView(self.local.states, self.local, self.leaves, self.average, wait, pieces)
+        return self.shown
 
     @property
     def takes_closures(self) -> bool:
@@ -62,17 +58,12 @@ class OwnedState:
 
         ``states``: those of the local optimizers.
         """
-        shown = self.shown
-        if state is shown:
-            return not (shown.shows(states) if isinstance(shown, OwnedStateView) else shown is states[0])
         if isinstance(state, OwnedStateView) and state.shows(states):
-            return True
-        if isinstance(shown, OwnedStateView) and isinstance(state, Mapping):
-            self.local.replace_states(shown.over_new_states(state))
-        elif not isinstance(state, dict):
-            raise TypeError(f"expected optimizer.state to be a dict, got {type(state).__name__}")
-        elif state is not states[0]:
-            self.local.replace_states([state])
+            return state is not self.shown
+        if state is not self.shown:
+            if not isinstance(state, Mapping):
+                raise TypeError(f"expected optimizer.state to be a dict, got {type(state).__name__}")
+            self.local.replace_states(self.shown.over_new_states(state))
         return True
 
     def run(self, work: Callable[[], T], gradients: Gradients | None = None) -> T:

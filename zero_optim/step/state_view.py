@@ -1,10 +1,9 @@
 """``optimizer.state`` as users read and write it: by parameter, with masters and averages.
 
 Note [Writes to the state]
-    Scripts clear, fill, move or replace ``optimizer.state``. If one local optimizer steps all parameters
-    themselves, it is the class's dict, else an `OwnedStateView` that writes to it under the leaf. Clearing
-    restarts masters and averages from the parameter's value; setting a master sets the parameter, which would
-    win at the next step.
+    Scripts clear, fill, move or replace ``optimizer.state``. It is an `OwnedStateView`, which writes to the
+    classes' dicts under the leaf. Clearing restarts masters and averages from the parameter's value; setting
+    a master sets the parameter, which would win at the next step.
 """
 
 from collections import defaultdict
@@ -113,7 +112,7 @@ class OwnedEntries(_View):
 
 
 class OwnedStateView(_View):
-    """The state by parameter, where the class's dict is not all of it; writes reach the optimizers' dicts."""
+    """The state by parameter; writes reach the optimizers' dicts."""
 
     def __init__(
         self,
