@@ -78,7 +78,7 @@ class HeldBucket(Bucket):
         self.names, self._group, self._leaves = names, group, leaves
         self._moves: RowMoves | None = None
         self._coming: Pending[tuple[list[bytes], list[Whole]]] | None = None
-        self._grads: list[Tensor | None] = []
+        self._grads: list[Tensor | None] = [None] * len(params)
         if owners is not None:
             shapes = [tuple(param.shape) for param in params]
             each = zip(shapes, chunks, owners, strict=True)
@@ -112,13 +112,12 @@ class HeldBucket(Bucket):
 
     def present(self) -> list[bool]:
         """Return for each parameter whether this rank has a gradient."""
-        return [grad is not None for grad in self._grads] or [False] * len(self.params)
+        return [grad is not None for grad in self._grads]
 
     def start_to_owners(self, head: bytes) -> None:
         """Start to bring rows of gradients and parameters to owners, behind the head for all ranks."""
         assert self._moves is not None
-        grads: Sequence[Tensor | None] = self._grads or [None] * len(self.params)
-        self._coming = self._moves.start_to_owners(head, grads, list(map(local_rows, self.params)))
+        self._coming = self._moves.start_to_owners(head, self._grads, list(map(local_rows, self.params)))
 
     @property
     def is_coming(self) -> bool:
@@ -155,7 +154,7 @@ class HeldBucket(Bucket):
 
     def release(self) -> None:
         """Drop gradients, and whole tensors."""
-        self._grads, self._coming = [], None
+        self._grads, self._coming = [None] * len(self.params), None
         for param in self.params:
             self._leaves.grads.pop(param, None)
         for number in () if self._moves is None else self._moves.owned:

@@ -113,13 +113,15 @@ class PlanInputs:
     held: dict[Tensor, Chunks] = field(default_factory=dict)  # DTensors, whose rows others keep
     costs: dict[Tensor, float] = field(default_factory=dict)
     kept_whole: set[Tensor] = field(default_factory=set)
+    specs: list[GroupSpec] = field(default_factory=list)  # by group
 
     def may_cut(self, groups: Sequence[ParamGroup]) -> list[bool]:
         """Return for each group whether the user allows cuts."""
         return [not self.kept_whole.issuperset(group["params"]) for group in groups]
 
     def note(self, groups: Sequence[ParamGroup], new: "GroupOptions", costs: Sequence[float]) -> None:
-        """Store the costs and cuts of new groups."""
+        """Store the costs, cuts and classes of new groups."""
+        self.specs += new.specs
         self.costs.update(zip(params_of(groups), costs, strict=True))
         for group, may in zip(groups, new.may_cut, strict=True):
             self.kept_whole.update(() if may else group["params"])

@@ -12,7 +12,6 @@ Note [Leaves of cut parameters]
     leaf other memory.
 """
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -163,8 +162,7 @@ class Leaves:
             if param not in self.masters:
                 form = leaf.dtype, leaf.device
                 if form not in self._nothing:
-                    value = math.nan if leaf.is_floating_point() or leaf.is_complex() else 0
-                    self._nothing[form] = torch.full((), value, dtype=leaf.dtype, device=leaf.device)
+                    self._nothing[form] = shown_when_freed((), *form)
                 leaf.data = self._nothing[form].expand(leaf.shape)
 
     @torch.no_grad()

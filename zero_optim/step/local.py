@@ -13,7 +13,7 @@ from zero_optim.plan.pieces import Pieces
 from zero_optim.probe.saved import BESIDE, beside_of, has_own_dict
 from zero_optim.probe.traits import Traits
 from zero_optim.step.built import BuiltOptimizer
-from zero_optim.step.spec import Closure, CutRowsOf, GroupSpec, OptimizerSpec
+from zero_optim.step.spec import Closure, CutRowsOf, OptimizerSpec
 
 _ABSENT, _STEP = object(), attrgetter("step")
 _STATE = attrgetter("optimizer.state")
@@ -49,28 +49,11 @@ class LocalOptimizer:
         for public, local in zip(groups, self._groups(), strict=True):
             _fill_in(public, local)
 
-    def again(self, groups: list[ParamGroup], owned: Mapping[Tensor, Tensor]) -> "LocalOptimizer":
-        """Build the same classes over other leaves from the original options; ``groups`` stay unchanged.
-
-        Attributes with plain values, which users or methods of the class may have set, are taken over.
-        """
-        specs = self.specs()
-        first = [{"params": group["params"], **of.options} for group, of in zip(groups, specs, strict=True)]
-        of = [each.spec for each in specs]
-        local = LocalOptimizer(self.default, first, of, owned, not self._is_tried, self._saves)
-        for built, former in zip(local._built, self._built, strict=True):
-            plain_ones = {key: v for key, v in vars(former.optimizer).items() if type(v) in _PLAIN}
+    def take_attributes(self, former: "LocalOptimizer") -> None:
+        """Take over attributes with plain values, which users or methods of the classes may have set."""
+        for built, other in zip(self._built, former._built, strict=True):
+            plain_ones = {key: v for key, v in vars(other.optimizer).items() if type(v) in _PLAIN}
             vars(built.optimizer).update(plain_ones)
-        return local
-
-    def specs(self) -> list[GroupSpec]:
-        """Return the spec of each group."""
-        numbered = {
-            number: GroupSpec(built.spec, options)
-            for built in self._built
-            for number, options in zip(built.numbers, built.first_options, strict=True)
-        }
-        return [numbered[number] for number in sorted(numbered)]
 
     def describe_specs(self) -> list[str]:
         """Describe the classes and their arguments, to compare ranks."""

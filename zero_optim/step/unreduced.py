@@ -110,17 +110,14 @@ class UnreducedParams:
 
 def _not_synced(reducers: "Sequence[Reducer]", params: Collection[Tensor]) -> dict[Tensor, Unreduced]:
     """Find the parameters with a gradient of an unreduced pass, unless a second reducer has reduced it."""
-    unreduced = {
-        param: Unreduced(name, _NOT_SYNCED)
-        for reducer in reducers
-        for name, param, is_unreduced in zip(reducer.names, reducer.params, reducer.unreduced, strict=True)
-        if is_unreduced and param in params and param.grad is not None
-    }
+    unreduced, reduced = dict[Tensor, Unreduced](), set[Tensor]()
     for reducer in reducers:
-        for param, is_unreduced in zip(reducer.params, reducer.unreduced, strict=True):
+        for name, param, is_unreduced in zip(reducer.names, reducer.params, reducer.unreduced, strict=True):
             if not is_unreduced:
-                unreduced.pop(param, None)
-    return unreduced
+                reduced.add(param)
+            elif param in params and param.grad is not None:
+                unreduced[param] = Unreduced(name, _NOT_SYNCED)
+    return {param: reason for param, reason in unreduced.items() if param not in reduced}
 
 
 def compare_unreduced(
