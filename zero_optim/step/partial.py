@@ -13,8 +13,7 @@ Note [Infinities in sharded gradients]
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import torch
@@ -183,9 +182,14 @@ def _run_on_rows(
             continue
         # A list argument has a number or 0-d tensor for each gradient.
         args = [[arg[n] for n in places] if isinstance(arg, list | tuple) else arg for arg in beside]
-        with _brought(func, args, on_host=on_host) as near:
-            some = [rows[n] for n in places]
-            result = func(some if grads is first else some[0], *near, **kwargs)
+        near = map_tensors(args, lambda tensor: HostCopy(tensor).read()) if on_host else args
+        some = [rows[n] for n in places]
+        result = func(some if grads is first else some[0], *near, **kwargs)
+        if on_host:
+            for argument, target, used in zip(private.schema(func).arguments[1:], args, near, strict=False):
+                writes = argument.alias_info is not None and argument.alias_info.is_write
+                if writes and isinstance(target, Tensor):
+                    copy_to(target, used)
     if name in ("zero_", "_foreach_zero_"):
         for grad in grads:
             if isinstance(grad, PartialGradient):
@@ -261,19 +265,6 @@ def _agree(grads: Iterable[Tensor], found_inf: Tensor) -> None:
         if agree is not None:
             agree(found_inf)
             return
-
-
-@contextmanager
-def _brought(func: Any, beside: Sequence[Any], *, on_host: bool) -> Iterator[list[Any]]:  # noqa: ANN401
-    """Bring an operator's arguments to gradients on the host, and results back."""
-    if not on_host:
-        yield list(beside)
-        return
-    near = map_tensors(list(beside), lambda tensor: HostCopy(tensor).read())
-    yield near
-    for argument, target, used in zip(private.schema(func).arguments[1:], beside, near, strict=False):
-        if isinstance(target, Tensor) and argument.alias_info is not None and argument.alias_info.is_write:
-            copy_to(target, used)
 
 
 def is_on_host(grad: Tensor | None) -> bool:

@@ -71,11 +71,10 @@ class OptimizerSpec:
         every, mine = self.subject(groups), self.subject([own])
         of_class = {dtype: why_class_not_cut(every, dtype) for dtype in {cut.dtype for cut in cuts}}
         reasons = {
-            cut: why_rows_not_cut(mine, cut) if of_class[cut.dtype] is None and cut.ends else None
+            cut: of_class[cut.dtype] or (why_rows_not_cut(mine, cut) if cut.ends else None)
             for cut in dict.fromkeys(cuts)
         }
-        found = [of_class[cut.dtype] or reasons[cut] for cut in cuts]
-        return [None if reason is None else f"{self.name}: {reason}" for reason in found]
+        return [f"{self.name}: {reasons[cut]}" if reasons[cut] else None for cut in cuts]
 
 
 @dataclass(frozen=True, slots=True)
