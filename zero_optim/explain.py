@@ -1,6 +1,7 @@
 """What an optimizer holds on each rank: as data, and as a table. ``optimizer.explain()`` makes it."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -9,7 +10,6 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.flow.schedule import Moment, Operation, Placement
 from zero_optim.plan.cuts import MIN_ROW_NBYTES, TOLERANCE, row_nbytes
 from zero_optim.plan.groups import param_names
-from zero_optim.plan.pieces import numel_of
 from zero_optim.plan.slices import stripes_of
 from zero_optim.probe.traits import Traits
 from zero_optim.state.core import Core
@@ -111,7 +111,8 @@ def _hosts_text(group: RankGroup) -> str:
 
 def _holding(core: Core) -> RankHolding:
     params = [(param, core.sharding.piece_here(param)) for param in core.own_params()]
-    owned = [(numel_of(piece, param.shape), param.itemsize) for param, piece in params if piece is not None]
+    rows = [(param, piece.stop - piece.start) for param, piece in params if piece is not None]
+    owned = [(number * math.prod(param.shape[1:]), param.itemsize) for param, number in rows]
     numel, nbytes = sum(numel for numel, _ in owned), sum(numel * size for numel, size in owned)
     cost = core.sharding.loads[core.group.rank]
     return RankHolding(core.group.rank, len(owned), numel, nbytes, core.state_nbytes(), cost)

@@ -94,7 +94,8 @@ class RowMoves:
         ranks = range(group.size)
         sent = self._new(STAMP_NBYTES, [[self._shapes[i][holder] for i in owned] for holder in ranks])
         came = self._new(STAMP_NBYTES, [[self._shapes[i][rank] for i in of_rank] for of_rank in self._owned])
-        chunks = [torch.split(wholes[i].detach(), self._lengths(i), self._forms[i].dim) for i in owned]
+        cuts = [(wholes[i].detach(), self._forms[i].dim, self._shapes[i]) for i in owned]
+        chunks = [torch.split(tensor, [shape[dim] for shape in of], dim) for tensor, dim, of in cuts]
         _copy(sent.parts, [of_holders[holder] for holder in ranks for of_holders in chunks])
         if header is not None:
             _, mine = header.written(group.size, rank, self._sent_from)
@@ -106,9 +107,6 @@ class RowMoves:
                 header.read(torch.stack(came.heads))
 
         return _start(group, sent, came, end, "rows for their holders")
-
-    def _lengths(self, number: int) -> list[int]:
-        return [shape[self._forms[number].dim] for shape in self._shapes[number]]
 
     def _new(self, head_nbytes: int, shapes: Sequence[Sequence[torch.Size]]) -> "_Message":
         """Make memory for what all ranks get or send: for each a head, then parts of these shapes."""

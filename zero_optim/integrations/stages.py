@@ -1,17 +1,15 @@
 """What adapters share: the wrapper of a stage, and the optimizer inside of a framework's own object."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from zero_optim.ddp import FullyShardedDataParallel, ShardedDataParallel, full_state_dict
-from zero_optim.ddp.full.in_use import units_at, units_of
+from zero_optim.ddp.full.in_use import units_at
 from zero_optim.ddp.full.sharded_state import units_in
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
-from zero_optim.shard.row_bucket import left_freed
 
 WRAPPERS: dict[int, Callable[..., nn.Module]] = {2: ShardedDataParallel, 3: FullyShardedDataParallel}
 
@@ -79,9 +77,3 @@ def wrapped(
         handler.register_comm_hook(wrapper)  # raises if there is one
     wrapper._is_accelerate_prepared = True
     return wrapper  # type: ignore[no-any-return]
-
-
-def names_alone(model: nn.Module) -> AbstractContextManager[object]:
-    """Have ``state_dict()`` show names, not values of stage 3, without communication, for PEFT."""
-    units = units_of(model)
-    return nullcontext() if units is None else left_freed(units.buckets)

@@ -5,14 +5,17 @@ Stages 2 and 3 need a class: ``class MyTrainer(ZeroTrainer, Trainer)``.
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import transformers.trainer
 from torch import nn, optim
 from transformers import TrainerCallback
 
-from zero_optim.integrations.stages import check_stage, consolidate, inner, names_alone, whole_state, wrapped
+from zero_optim.ddp.full.in_use import units_of
+from zero_optim.integrations.stages import check_stage, consolidate, inner, whole_state, wrapped
 from zero_optim.optimizer import ZeroRedundancyOptimizer
+from zero_optim.shard.row_bucket import left_freed
 
 
 class ConsolidatesBeforeSaves(TrainerCallback):
@@ -94,7 +97,8 @@ class ZeroTrainer(_Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         state_dict = state_dict or self.__dict__.pop("_whole")
-        with names_alone(self.model):
+        units = units_of(self.model)  # of which PEFT asks for names, not values, without communication
+        with nullcontext() if units is None else left_freed(units.buckets):
             super()._save(output_dir, state_dict=state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -57,8 +57,6 @@ def assign_buckets(
     caps = [cap_nbytes] if isinstance(cap_nbytes, int) else list(cap_nbytes)
     if not caps or min(caps) < 1:
         raise ValueError(f"expected a bucket capacity of at least 1 byte, got {cap_nbytes}")
-    if len(keys) != len(nbytes):
-        raise ValueError(f"expected a key and a size for each parameter, got {len(keys)} and {len(nbytes)}")
     full: list[list[int]] = []
     num_full: dict[Hashable, int] = {}
     open_buckets: dict[Hashable, tuple[list[int], int]] = {}

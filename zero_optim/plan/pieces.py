@@ -1,6 +1,5 @@
 """The rows of a parameter that each rank owns. Pure arithmetic, no torch."""
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,11 +26,6 @@ def num_rows(shape: Sequence[int]) -> int:
 def is_whole(piece: Piece, shape: Sequence[int]) -> bool:
     """Whether a piece has all rows of a shape."""
     return piece.stop - piece.start == num_rows(shape)
-
-
-def numel_of(piece: Piece, shape: Sequence[int]) -> int:
-    """Return the elements of a piece."""
-    return (piece.stop - piece.start) * math.prod(shape[1:])
 
 
 def rows_of(tensor: "Tensor", piece: Piece) -> "Tensor":

@@ -11,10 +11,10 @@ Note [Slices on hosts]
     would receive more than a bucket, slices are those of the bucket, and rows cross again: 1 / 2H more.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class Slices:
     @cached_property
     def splits(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What this rank's slice shares with each row, and this rank's row with each slice."""
-        rows, slices = list(_spans(self.rows)), list(_spans(self.parts))
+        rows, slices = (list(pairwise(accumulate(of, initial=0))) for of in (self.rows, self.parts))
         in_slice = tuple(_shared(slices[self.rank], row) for row in rows)
         return in_slice, tuple(_shared(rows[self.rank], part) for part in slices)
 
@@ -159,10 +159,6 @@ class Stripes(Slices):
 def stripes_of(rows: Slices, here: int) -> Stripes:
     """Return the slices on hosts of so many ranks, which adjoin."""
     return Stripes(rows.rank, rows.rows, here)
-
-
-def _spans(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return ((end - length, end) for end, length in zip(accumulate(lengths), lengths, strict=True))
 
 
 def _shared(one: tuple[int, int], other: tuple[int, int]) -> int:

@@ -267,7 +267,8 @@ class Core:
         """Name the state entries that must have their parameter's shape; may try a class, in some ms."""
         members, local, numbered = set(params), self.owned.local, enumerate(self.groups)
         every = [(param, local.of_group(number)) for number, group in numbered for param in group["params"]]
-        return {p: built.shaped_entries(p.dim()) | {MASTER, EMA} for p, built in every if p in members}
+        known = [(param, built.state_entries(param.dim())) for param, built in every if param in members]
+        return {param: frozenset({MASTER, EMA, *filter(shaped.get, shaped)}) for param, shaped in known}
 
     def piece_list(self) -> list[Pieces]:
         """List each parameter's pieces, in order."""

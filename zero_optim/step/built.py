@@ -87,10 +87,6 @@ class BuiltOptimizer:
         entries: dict[str, bool] = self._answers[num_dims]
         return entries
 
-    def shaped_entries(self, num_dims: int) -> frozenset[str]:
-        """Return the state entries with the shape of their parameter."""
-        return frozenset(name for name, is_shaped in self.state_entries(num_dims).items() if is_shaped)
-
     def check_cuts(
         self, groups: list[ParamGroup], cut_rows: CutRowsOf, pieces: Mapping[Tensor, Pieces]
     ) -> None:

@@ -7,7 +7,7 @@ Note [Unreduced gradients]
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
@@ -52,6 +52,8 @@ class FrozenParams:
 
 
 _FROZEN: WeakSet[FrozenParams] = WeakSet()
+# Of a parameter whose gradient no pass has reduced: its name, if a wrapper knows one, and the reason.
+Unreduced: TypeAlias = tuple[str | None, str]
 _REDUCERS: WeakKeyDictionary["Reducer", int] = WeakKeyDictionary()  # numbered
 _numbers = count()
 
@@ -69,13 +71,6 @@ def remove_reducer(reducer: "Reducer") -> None:
 def reducers_with(params: Collection[Tensor]) -> "list[Reducer]":
     """Return the living reducers that have any of the parameters."""
     return [reducer for reducer in list(_REDUCERS) if any(param in params for param in reducer.params)]
-
-
-class Unreduced(NamedTuple):
-    """A parameter whose gradient no pass has reduced: its name, if a wrapper knows one, and the reason."""
-
-    name: str | None
-    reason: str
 
 
 class UnreducedParams:
@@ -96,14 +91,14 @@ class UnreducedParams:
             self.are_known = len(self._outside) < len(params)
         for param in self._outside if self.are_known else ():
             if param.requires_grad:
-                unreduced[param] = Unreduced(None, _NOT_WRAPPED)
+                unreduced[param] = None, _NOT_WRAPPED
         for reducer in reducers if self.are_known else ():
             if True in reducer.unreduced:
                 unreduced.update(_not_synced(reducers, params))
                 break
         for frozen in list(_FROZEN):
             unreduced.update(
-                (param, Unreduced(name, NOT_REDUCED)) for name, param in frozen.unfrozen() if param in params
+                (param, (name, NOT_REDUCED)) for name, param in frozen.unfrozen() if param in params
             )
         return unreduced
 
@@ -116,7 +111,7 @@ def _not_synced(reducers: "Sequence[Reducer]", params: Collection[Tensor]) -> di
             if not is_unreduced:
                 reduced.add(param)
             elif param in params and param.grad is not None:
-                unreduced[param] = Unreduced(name, _NOT_SYNCED)
+                unreduced[param] = name, _NOT_SYNCED
     return {param: reason for param, reason in unreduced.items() if param not in reduced}
 
 
