@@ -47,10 +47,7 @@ class OwnedState:
 
     @property
     def takes_closures(self) -> bool:
-        """Whether the class's step may call a closure: masters and rows apart need gradients earlier.
-
-        Several classes share the gradients of one call.
-        """
+        """Whether the class may call a closure: masters, rows apart and several classes need it earlier."""
         return not self.leaves.masters and not self.leaves.apart and len(self.local.states) == 1
 
     def take_over_state(self, state: object, states: Sequence[dict[Any, Any]]) -> bool:
