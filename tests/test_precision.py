@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from zero_optim.step.gradients import rows_of
 
 from cuts import cut_over
 from pool import on_ranks
@@ -27,7 +28,6 @@ from training import (
 )
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
 from zero_optim.step.averages import EMA
-from zero_optim.step.gradients import rows_of
 from zero_optim.step.leaves import MASTER
 
 
