@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from zero_optim.step.gradients import rows_of
 
 from cuts import cut_over
 from pool import on_ranks
@@ -27,6 +26,7 @@ from training import (
     whole,
 )
 from zero_optim import ZeroRedundancyOptimizer, checkpoint
+from zero_optim.plan.pieces import rows_of
 from zero_optim.step.averages import EMA
 from zero_optim.step.leaves import MASTER
 
