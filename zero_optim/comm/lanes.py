@@ -112,12 +112,12 @@ def lease(group: RankGroup, number: int, backend: str) -> Lease:
     pool = _POOLS.setdefault(world, {}).setdefault(key, _Pool())
     offered = pool.offer()
     try:
-        everyone = _exchange(group, pool, offered, number, backend)
-        if len(_common(everyone)) < number and max(wish["made"] for wish in everyone) >= _MADE_FREELY:
+        everyone, common = _exchange(group, pool, offered, number, backend)
+        if len(common) < number and max(wish["made"] for wish in everyone) >= _MADE_FREELY:
             gc.collect()
             offered |= pool.offer()
-            everyone = _exchange(group, pool, offered, number, backend)
-        chosen = _common(everyone)[:number]
+            everyone, common = _exchange(group, pool, offered, number, backend)
+        chosen = common[:number]
         for index in range(number - len(chosen)):
             name = f"zero_optim:{everyone[0]['token']}:{index}"
             pool.lanes[name] = make_together(group, ranks, backend, name, what)
@@ -134,7 +134,8 @@ def lease(group: RankGroup, number: int, backend: str) -> Lease:
 
 def _exchange(
     group: RankGroup, pool: _Pool, offered: Collection[str], number: int, backend: str
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Gather what the ranks want and have; the names are of lanes that are free on all."""
     wish = {
         "want": f"{number} on {backend}",
         "free": {name: num_started(RankGroup.of(pool.lanes[name])) for name in sorted(offered)},
@@ -146,15 +147,11 @@ def _exchange(
         wishes = zip(group.numbers, everyone, strict=True)
         wants = "; ".join(f"rank {rank} wants {wish['want']}" for rank, wish in wishes)
         raise RankMismatchError(f"ranks disagree about the process groups that they need: {wants}")
-    return everyone
-
-
-def _common(everyone: list[dict[str, Any]]) -> list[str]:
-    return [
-        name
-        for name, started in everyone[0]["free"].items()
-        if all(wish["free"].get(name) == started for wish in everyone)
-    ]
+    free: dict[str, int] = everyone[0]["free"]
+    common = (
+        name for name, count in free.items() if all(wish["free"].get(name) == count for wish in everyone)
+    )
+    return everyone, list(common)
 
 
 def num_started(lane: RankGroup) -> int:
