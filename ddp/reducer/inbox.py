@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -43,7 +43,8 @@ class Inbox:
     """The parameters' hooks, which keep it alive, and the current backward pass."""
 
     def __init__(self, params: Sequence[Tensor], take_first: Callable[[int], None], ties: Ties) -> None:
-        self._module, self._members = ties.module, set(ties.module.parameters())
+        # Autograd holds this object where no collector of garbage looks, so it must not hold the model.
+        self._module, self._members = ref(ties.module), set(ties.module.parameters())
         self.current: BackwardPass | None = None  # runs, or has broken off and was not ended yet
         self.handles: list[RemovableHandle] = []
         self._params = params
@@ -79,7 +80,8 @@ class Inbox:
         """Say why parameters get no gradient any more, by place."""
         if all(calls):
             return {}
-        lost, there = dict[int, str](), set(self._module.parameters())
+        module = self._module()
+        lost, there = dict[int, str](), set() if module is None else set(module.parameters())
         has_new = any(param.requires_grad for param in there.difference(self._members))
         for index, (param, was, num) in enumerate(zip(self._params, self._tensors, calls, strict=True)):
             if not num and private.cdata(param) != was:  # a swap of tensors took its hooks
