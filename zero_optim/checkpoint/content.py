@@ -1,6 +1,6 @@
 """What each rank writes to a checkpoint, and reads of the model."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zero_optim.checkpoint.data import Box, Rows, box_of, bytes_of
 from zero_optim.checkpoint.objects import Members, Objects, names_of, random_state, unwrapped
-from zero_optim.checkpoint.values import Json, key_of, pack
+from zero_optim.checkpoint.values import Json, key_of, pack, unpack
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import dtype_name
 from zero_optim.comm.wire import all_copied_to_cpu
@@ -129,6 +129,11 @@ def model_parts(values: Mapping[str, Json]) -> dict[str, Json]:
     """Return the packed values of the model's state dict, by name; empty without a model."""
     _, pairs = values.get(MODEL, ["dict", []])
     return dict(pairs)
+
+
+def model_of(values: Mapping[str, Json], get: Callable[..., Tensor]) -> dict[str, Any]:
+    """Unpack the model's state dict."""
+    return {name: unpack(part, get) for name, part in model_parts(values).items()}
 
 
 def collect(members: Members, objects: Objects, extra: object) -> tuple[RankContent, list[str]]:

@@ -57,9 +57,7 @@ class OptimizerState:
                     entries[name] = RowsToSave.of(rows, cut.shape, piece.start)
             state["state"][name_of[key]] = entries
         groups = zip(optimizer.param_groups, names.groups, strict=True)
-        state["options"] = {
-            name: options_of(group) for group, some in groups for name in some if name in owned
-        }
+        state["options"] = {n: options_of(group) for group, some in groups for n in some if n in owned}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ from zero_optim.step.averages import EMA
 from zero_optim.step.leaves import MASTER
 
 _NOT_OF_A_CLASS = {"step", MASTER, EMA}  # or of too many
+Wrong = list[tuple[str, str]]  # what does not fit, and the item
 
 _SHAPES = "shapes in the checkpoint and here"
 _RESIZE = (
@@ -64,13 +65,13 @@ def check_fit(reader: CheckpointReader, objects: Objects) -> list[str]:
     return sections
 
 
-def _wrong_names(what: str, saved: Iterable[str], present: Iterable[str]) -> list[tuple[str, str]]:
+def _wrong_names(what: str, saved: Iterable[str], present: Iterable[str]) -> Wrong:
     saved, present = dict.fromkeys(saved), dict.fromkeys(present)
     lost = [(f"{what} that the checkpoint lacks", name) for name in present if name not in saved]
     return lost + [(f"{what} that only the checkpoint has", name) for name in saved if name not in present]
 
 
-def _wrong_model(reader: CheckpointReader, objects: Objects) -> list[tuple[str, str]]:
+def _wrong_model(reader: CheckpointReader, objects: Objects) -> Wrong:
     parts, present = model_parts(reader.manifest.values), objects.model_state()
     wrong = _wrong_names("model entries", parts, present)
     for name in filter(parts.__contains__, present):
@@ -81,9 +82,7 @@ def _wrong_model(reader: CheckpointReader, objects: Objects) -> list[tuple[str, 
     return wrong
 
 
-def _wrong_optimizer(
-    reader: CheckpointReader, objects: Objects, optimizer: ZeroRedundancyOptimizer
-) -> list[tuple[str, str]]:
+def _wrong_optimizer(reader: CheckpointReader, objects: Objects, optimizer: ZeroRedundancyOptimizer) -> Wrong:
     about, entries = reader.manifest.values[OPTIMIZER], reader.manifest.entries
     names = _names_in(objects, optimizer, about)
     if names.named and not about["named"]:
@@ -105,11 +104,9 @@ def _wrong_optimizer(
     return wrong + _wrong_class(reader, optimizer, names)
 
 
-def _wrong_class(
-    reader: CheckpointReader, optimizer: ZeroRedundancyOptimizer, names: Names
-) -> list[tuple[str, str]]:
+def _wrong_class(reader: CheckpointReader, optimizer: ZeroRedundancyOptimizer, names: Names) -> Wrong:
     """Tell of a group whose class makes nothing of the saved state, also with the saved options."""
-    values, wrong = reader.manifest.values, list[tuple[str, str]]()
+    values, wrong = reader.manifest.values, Wrong()
     saved_groups = [(set(g["names"]), g["options"]) for g in values[OPTIMIZER]["groups"]]
     for number, members in enumerate(names.groups):
         built = optimizer.core.owned.local.of_group(number)

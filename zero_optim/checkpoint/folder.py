@@ -147,7 +147,5 @@ def _family(name: str) -> str:
 
 
 def _own_files(folder: Path) -> list[Path]:
-    ours = (
-        child for child in folder.iterdir() if child.name == FILE or _LEFT_BY_A_SAVE.fullmatch(child.name)
-    )
-    return list(filter(is_own_file, ours))
+    files = filter(is_own_file, folder.iterdir())
+    return [file for file in files if file.name == FILE or _LEFT_BY_A_SAVE.fullmatch(file.name)]

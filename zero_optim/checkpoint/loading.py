@@ -127,22 +127,16 @@ def _load_from(members: Members, reader: CheckpointReader, objects: Objects, ran
         undo.close()
         raise
     # Everything is checked now. Only a rank that dies can stop the load from here on.
-    with failing_together(members.everyone):
-        place_own(part)
+    with failing_together(members.everyone), torch.no_grad():
+        for place in part.places:  # what this rank has read goes to the rows that it owns
+            if place.stepped and place.memory is not None:
+                place.memory.copy_(part.tensor(place.key))
     if finish is not None:
         finish()
     _share_model(members.group, part)
     if optimizer is not None:
         optimizer.gather_parameters()
     return part.sections[EXTRA]
-
-
-@torch.no_grad()
-def place_own(part: RankInput) -> None:
-    """Copy what this rank has read to the parameters that it owns, or to its rows of them."""
-    for place in part.places:
-        if place.stepped and place.memory is not None:
-            place.memory.copy_(part.tensor(place.key))
 
 
 @contextmanager

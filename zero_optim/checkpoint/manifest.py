@@ -244,11 +244,9 @@ def parse(folder: Path) -> Manifest:
         try:
             file = open_regular(folder / FILE)
         except (FileNotFoundError, NotADirectoryError):
-            reason = (
-                "it has no manifest, so it was never completed"
-                if folder.is_dir()
-                else "there is no such folder"
-            )
+            reason = "there is no such folder"
+            if folder.is_dir():
+                reason = "it has no manifest, so it was never completed"
             if folder.is_file():
                 reason = "it is a file, for torch.load; zero-optim convert makes a checkpoint of it"
             if any(folder.glob(f"*/{FILE}")):
@@ -261,7 +259,6 @@ def parse(folder: Path) -> Manifest:
             if nbytes > _MAX_NBYTES:
                 raise ValueError(f"it has {nbytes:,} bytes")
             return Manifest.from_json((head + file.readall()).decode())
-    raise AssertionError("it returns or raises")
 
 
 def number_in(folder: Path) -> int:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from zero_optim.checkpoint.content import MODEL, OPTIMIZER, RANDOM, RankContent, model_parts
+from zero_optim.checkpoint.content import MODEL, OPTIMIZER, RANDOM, RankContent, model_of, model_parts
 from zero_optim.checkpoint.data import DTYPES, Box, CheckpointReader, box_of, bytes_of, lay_out, write_tensors
 from zero_optim.checkpoint.files import FolderLock, remove_stale_parts, replacing, write_all
 from zero_optim.checkpoint.folder import complete, new_token, own_folder
 from zero_optim.checkpoint.manifest import VERSION, Manifest, blamed_on, parse
-from zero_optim.checkpoint.sections import mapping, model_of, of_file, of_reader, sections_of, state_dict_of
+from zero_optim.checkpoint.sections import mapping, of_file, of_reader, sections_of, state_dict_of
 from zero_optim.checkpoint.values import kinds_in
 from zero_optim.errors import CheckpointError, StateMismatchError, ZeroOptimError, message_of
 
@@ -135,8 +135,14 @@ def convert(source: Path, out: Path, to: str, *, force: bool = False) -> None:
         raise ValueError(f"{out} exists, and only a file is replaced by a file: remove it first")
     content = _open(source)
     if to == "zero-optim":
-        with _writing(out):
-            _write(content, source, out)
+
+        def read(box: Box) -> memoryview:
+            with blamed_on(source):
+                return content.bytes_of(box)
+
+        with _writing(out), closing(FolderLock(out)) as lock:
+            saved = write_tensors(out, new_token(), 0, content.all_boxes(), read)
+            complete(out, 1, saved, content.values, alone=lock.keeps_out)
         return
     _check_kinds(content)
     with _writing(out):
@@ -156,18 +162,6 @@ def _check_kinds(source: RankContent) -> None:
             raise StateMismatchError(
                 f"{key} has a value of kind {min(kinds)}, which this format cannot carry"
             )
-
-
-def _write(content: RankContent, source: Path, out: Path) -> None:
-    """Write a checkpoint as one rank would."""
-
-    def read(box: Box) -> memoryview:
-        with blamed_on(source):
-            return content.bytes_of(box)
-
-    with closing(FolderLock(out)) as lock:
-        saved = write_tensors(out, new_token(), 0, content.all_boxes(), read)
-        complete(out, 1, saved, content.values, alone=lock.keeps_out)
 
 
 def inspect(folder: Path) -> dict[str, Any]:

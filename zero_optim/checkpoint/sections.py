@@ -11,15 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_optim.checkpoint.content import (
-    EVERYWHERE,
-    EXTRA,
-    MODEL,
-    OPTIMIZER,
-    STATE,
-    RankContent,
-    model_parts,
-)
+from zero_optim.checkpoint.content import EVERYWHERE, EXTRA, MODEL, OPTIMIZER, STATE, RankContent, model_of
 from zero_optim.checkpoint.data import CheckpointReader, fill, is_lazy, lazy
 from zero_optim.checkpoint.files import open_part
 from zero_optim.checkpoint.objects import positional
@@ -152,11 +144,6 @@ def sections_of(values: Mapping[str, Json], get: Callable[..., Tensor], *, by_na
         if key not in (MODEL, OPTIMIZER) and "/" not in key and value != ["plain", None]:
             sections[key] = unpack(value, get)
     return sections
-
-
-def model_of(values: Mapping[str, Json], get: Callable[..., Tensor]) -> dict[str, Any]:
-    """Unpack the model's state dict."""
-    return {name: unpack(part, get) for name, part in model_parts(values).items()}
 
 
 def state_dict_of(

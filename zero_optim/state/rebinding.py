@@ -191,10 +191,8 @@ def _shared(
     core: Core, group: RankGroup, holders: Mapping[int, Any], everywhere: dict[Any, Any]
 ) -> tuple[list[ParamGroup], dict[Any, Any]]:
     """Return groups and global entries, those of the first holder if some rank may have none or others."""
-    if (
-        all(rank in holders and not holders[rank]["has_everywhere"] for rank in range(group.size))
-        or not holders
-    ):
+    are_alike = all(rank in holders and not holders[rank]["has_everywhere"] for rank in range(group.size))
+    if are_alike or not holders:
         return core.groups, everywhere
     first, shared = min(holders), dict[str, Any]()
     if group.rank == first:

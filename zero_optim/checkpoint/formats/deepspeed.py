@@ -101,9 +101,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _sharded(optims: list[Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[_Entries, list[Any]]:
     """Put together what the ranks have of flat partitions, and return it with the groups' options."""
-    runs: dict[
-        str, list[tuple[dict[str, Any], int, int]]
-    ] = {}  # flat tensors of a rank, first element, number
+    runs = dict[str, list[tuple[dict[str, Any], int, int]]]()  # flat tensors of a rank, first element, number
     for optim in optims:
         is_third = "fp32_flat_groups" in optim
         base = optim["optimizer_state_dict" if is_third else "base_optimizer_state"]
