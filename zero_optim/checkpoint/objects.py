@@ -57,13 +57,11 @@ class Members:
         return self.group if self.mesh is None else self.mesh.everyone
 
 
-def check_group(process_group: object) -> None:
+def check_group(given: object) -> None:
     """Check that this is a process group or None."""
-    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-        kind = type(process_group).__name__
-        raise TypeError(
-            f"expected process_group to be a process group or None, got {kind}: {process_group!r}"
-        )
+    if given is not None and not isinstance(given, dist.ProcessGroup):
+        kind = type(given).__name__
+        raise TypeError(f"expected process_group to be a process group or None, got {kind}: {given!r}")
 
 
 class HeldRows(NamedTuple):

@@ -158,10 +158,8 @@ def _check_kinds(source: RankContent) -> None:
     groups = values.pop(OPTIMIZER, {"groups": []})["groups"]
     values |= {f"the options of group {number}": group["options"] for number, group in enumerate(groups)}
     for key, value in values.items():
-        if kinds := kinds_in(value) & _OBJECTS:
-            raise StateMismatchError(
-                f"{key} has a value of kind {min(kinds)}, which this format cannot carry"
-            )
+        if odd := kinds_in(value) & _OBJECTS:
+            raise StateMismatchError(f"{key} has a value of kind {min(odd)}, which this format cannot carry")
 
 
 def inspect(folder: Path) -> dict[str, Any]:

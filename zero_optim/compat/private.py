@@ -117,12 +117,10 @@ INHERITED: dict[str, tuple[str, ...]] = {
 }
 
 
-def _alias(path: str) -> str:
-    return path.rpartition(".")[2].removeprefix("_")
-
-
 _FEATURES = {
-    _alias(path): (feature, path) for feature, paths in {**NAMES, "this": OPTIONAL}.items() for path in paths
+    path.rpartition(".")[2].removeprefix("_"): (feature, path)
+    for feature, paths in {**NAMES, "this": OPTIONAL}.items()
+    for path in paths
 }
 
 

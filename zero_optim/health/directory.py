@@ -14,16 +14,8 @@ from functools import partial
 import torch.distributed as dist
 
 from zero_optim.compat import private
-from zero_optim.health.peers import (
-    ANSWER_LIMIT,
-    LONGEST_SEARCH,
-    Address,
-    Presence,
-    ask,
-    has_second_line,
-    in_threads,
-)
-from zero_optim.health.tree import FAN, Message, cut, from_groups, to_runs
+from zero_optim.health.peers import ANSWER_LIMIT, Address, Presence, ask, in_threads, longest_answer
+from zero_optim.health.tree import FAN, Message, cut, from_runs, to_runs
 
 _WITH_A_PAST = (
     "the store of the process group has addresses of processes that have ended: this job was started again "
@@ -87,9 +79,9 @@ class Directory:
                 groups = answer.pop("answers", None) if isinstance(answer, dict) else None
                 if groups is None:
                     ranges += cut(first + 1, end)
-                else:
-                    for place, said in from_groups(groups).items():
-                        answers[place] = Presence[said] if isinstance(said, str) else said
+                for runs, said in groups or ():
+                    answer = Presence[said] if isinstance(said, str) else said
+                    answers.update(dict.fromkeys(from_runs(runs), answer))
         failed = [
             place for place, answer in answers.items() if answer in (Presence.UNCONNECTED, Presence.UNKNOWN)
         ]
@@ -110,8 +102,7 @@ class Directory:
         for place, stop in (stops or {}).items():
             questions[place]["stop"] = stop
         calls = {place: partial(self._ask, ranks[place], each) for place, each in questions.items()}
-        limit = 3 * ANSWER_LIMIT + LONGEST_SEARCH * any(map(has_second_line, questions.values()))
-        answers = in_threads(calls, limit * -(-len(calls) // FAN))
+        answers = in_threads(calls, longest_answer(questions.values()) * -(-len(calls) // FAN))
         return {place: answers.get(place, Presence.UNKNOWN) for place in calls}
 
     def catch_up(self) -> None:

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from enum import Enum
 from functools import partial
@@ -133,6 +133,11 @@ class Listener:
 def has_second_line(question: Message) -> bool:
     """Return whether the answer has two lines."""
     return "stop" in question or "complaint" in question
+
+
+def longest_answer(questions: Iterable[Message]) -> float:
+    """Return the seconds in which one of these questions is answered, or never."""
+    return 3 * ANSWER_LIMIT + LONGEST_SEARCH * any(map(has_second_line, questions))
 
 
 def _send(connection: socket.socket, lines: Iterator[Message]) -> None:

@@ -106,7 +106,7 @@ def find_error(
         call = next((stamp.name for stamp in named.values() if not stamp.has_failed), call)
         return RemoteRankError(f"{'; '.join(failed)} in {call}; its own output has more") if call else None
     parts = parted(named, "number", "text")
-    each = "; ".join((_present_call if call else _last_call)(*part) for part in parts)
+    each = "; ".join(_call_text(*part, is_last=not call) for part in parts)
     made, calls = ("are in", "the same calls") if call else ("have made", "the same")
     different = f"ranks {made} different calls of the optimizer: {each}. All ranks must make {calls}"
     return RankMismatchError(different) if parts else None
@@ -119,11 +119,8 @@ def parted(stamps: Mapping[int, Stamp], *fields: str) -> list[tuple[list[int], S
     return [(ranks, stamps[ranks[0]]) for ranks in groups] if len(groups) > 1 else []
 
 
-def _present_call(ranks: Sequence[int], stamp: Stamp) -> str:
-    call = f"{stamp.name}, call {stamp.number} there" if stamp.text else "a gather outside of step()"
-    return f"{ranks_text(ranks)} in {call}"
-
-
-def _last_call(ranks: Sequence[int], stamp: Stamp) -> str:
-    last = f", the last one {stamp.name}" if stamp.number else ""
-    return f"{ranks_text(ranks)} made {stamp.number}{last}"
+def _call_text(ranks: Sequence[int], stamp: Stamp, *, is_last: bool) -> str:
+    call = f"in {stamp.name}, call {stamp.number} there" if stamp.text else "in a gather outside of step()"
+    if is_last:
+        call = f"made {stamp.number}" + f", the last one {stamp.name}" * bool(stamp.number)
+    return f"{ranks_text(ranks)} {call}"

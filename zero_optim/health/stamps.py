@@ -94,10 +94,7 @@ class _Step:
 
     def read_uniform(self, read: Read) -> bool:
         """Wait with ``read``; return whether nothing failed here, and all stamps are this rank's."""
-        for arrival in self.arrivals if self.failure is None else ():
-            if not arrival.read_uniform(read):
-                return False
-        return self.failure is None
+        return self.failure is None and all(arrival.read_uniform(read) for arrival in self.arrivals)
 
     def read_stamps(self, read: Read) -> dict[int, Stamp]:
         """Return each rank's last stamp, or one with a failure; ``read`` waits."""

@@ -61,8 +61,3 @@ def to_groups(answers: Mapping[int, Message | str]) -> list[list[Any]]:
         if isinstance(first, dict) and isinstance(answer, dict):
             first |= {name: min(first[name], answer[name]) for name in ("stuck", "ago")}
     return [[to_runs(places), answer] for answer, places in groups.values()]
-
-
-def from_groups(groups: Iterable[Any]) -> dict[int, Message | str]:
-    """Return the answers of `to_groups`."""
-    return {place: answer for runs, answer in groups for place in from_runs(runs)}

@@ -21,8 +21,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch.distributed as dist
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.work_log import GroupWorks, WorkLog, explain_nothing, log_of
-from zero_optim.comm.works import Work
+from zero_optim.comm.work_log import WorkLog, explain_nothing, log_of
 from zero_optim.compat.autograd import address_of_store
 from zero_optim.compat.streams import asking
 from zero_optim.health.directory import Directory
@@ -171,16 +170,13 @@ class Watchdog:
             if late is None or late.late_on is None:
                 continue
             with asking(late.late_on):  # see Note [Watching NCCL]
-                self._look_at(works, late)
+                is_gone = works.group() is None
+                if is_gone or late.is_completed():
+                    works.outstanding = None
+                    self._verdicts.look_at_failure(late, None if is_gone else late.exception())
+                else:
+                    self._verdicts.look_at_wait(late, time.monotonic() - late.started)
                 del late  # perhaps the last reference: what it has of the device goes with the device in use
-
-    def _look_at(self, works: GroupWorks, work: Work) -> None:
-        is_gone = works.group() is None
-        if is_gone or work.is_completed():
-            works.outstanding = None
-            self._verdicts.look_at_failure(work, None if is_gone else work.exception())
-        else:
-            self._verdicts.look_at_wait(work, time.monotonic() - work.started)
 
 
 def _close_in_child() -> None:

@@ -18,21 +18,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero_optim.comm.encoding import inner_tensors
+from zero_optim.plan.plan import ALIGNMENT_NBYTES
 from zero_optim.probe.comparison import difference
-from zero_optim.probe.feeds import LARGE, STEPS_OF_LARGE, Feed, Shape
+from zero_optim.probe.feeds import LARGE, STEPS_OF_LARGE, Feed, Shape, rows_apart
 from zero_optim.probe.probe import trial_of
 from zero_optim.probe.subject import OptimizerUnderTest, remembered
-from zero_optim.probe.trials import (
-    Cut,
-    TrialRecord,
-    Variant,
-    anywhere,
-    below_vectors,
-    by_rows,
-    first_record,
-    isolated,
-    recorded,
-)
+from zero_optim.probe.trials import Cut, TrialRecord, Variant, anywhere, first_record, isolated, recorded
 
 _BLOCK = 256  # elements; a multiple of what classes take for a block
 _LEAST_BLOCK = 16  # where rows are long and no multiple of anything, and so would be too many
@@ -78,14 +69,26 @@ def why_not_cut(subject: OptimizerUnderTest, dtype: torch.dtype = torch.float32)
         return _why_rows_differ(trial, feed) or _why_rows_differ_awake(answer.subject, feed)
 
 
-def _why_rows_differ(trial: TrialRecord, feed: Feed, cut_long: Cut = by_rows) -> str | None:
+def _by_rows(index: int, value: Tensor) -> Sequence[Tensor]:
+    """Cut between rows, as a plan does; the second parameter in three pieces."""
+    step = rows_apart(value)
+    sizes = [step, step, len(value) - 2 * step] if index == 1 else [step, len(value) - step]
+    return torch.split(value, sizes)
+
+
+def _below_vectors(_: int, value: Tensor) -> Sequence[Tensor]:
+    """Cut between rows into pieces below two vectors of 64 bytes."""
+    row_nbytes = value.element_size() * value.numel() // len(value)
+    return torch.split(value, max(1, (2 * ALIGNMENT_NBYTES - 1) // row_nbytes))
+
+
+def _why_rows_differ(trial: TrialRecord, feed: Feed, cut_long: Cut = _by_rows) -> str | None:
     """Cut parameters between rows, as a plan does, into pieces that fill no vector, and compare."""
     subject = trial.subject
     short = _SHORT if len(feed.shapes[0]) > 1 else (math.prod(_SHORT),)
-    tried: list[tuple[Feed, Cut]] = [(trial.feed, cut_long)]
-    tried.append((feed.of_one(LARGE, num_steps=STEPS_OF_LARGE), cut_long))
+    tried = [(trial.feed, cut_long), (feed.of_one(LARGE, num_steps=STEPS_OF_LARGE), cut_long)]
     if not subject.is_fused:
-        tried.append((feed.of_one(short), below_vectors))
+        tried.append((feed.of_one(short), _below_vectors))
     for each, cut in tried:
         whole = trial if each is trial.feed else recorded(subject, each)
         if whole is None:
@@ -106,7 +109,7 @@ def _why_rows_differ_awake(subject: OptimizerUnderTest, feed: Feed) -> str | Non
         trial = recorded(other, feed.with_rows())
         if trial is not None and trial.finite:
             # Cut anywhere for kernels that are not fused: more elements change their place in a vector.
-            reason = _why_rows_differ(trial, feed, by_rows if other.is_fused else anywhere)
+            reason = _why_rows_differ(trial, feed, _by_rows if other.is_fused else anywhere)
             return None if reason is None else f"{reason}, with {changes}"
     return None
 

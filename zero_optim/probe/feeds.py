@@ -49,7 +49,7 @@ class Feed:
         return replace(self, shapes=shapes, gaps=False, num_groups=1, num_in_group=1, num_steps=steps)
 
     def with_rows(self) -> "Feed":
-        """Return a feed with parameters long enough for `by_rows`."""
+        """Return a feed with parameters long enough for cuts between rows."""
         apart = [rows_apart(torch.empty(shape, dtype=self.dtype, device="meta")) for shape in self.shapes]
         longer = ((2 * rows + shape[0], *shape[1:]) for rows, shape in zip(apart, self.shapes, strict=True))
         return replace(self, shapes=tuple(longer))

@@ -16,16 +16,7 @@ from zero_optim.probe.feeds import LARGE, STEPS_OF_LARGE, Feed
 from zero_optim.probe.saved import why_not_saved
 from zero_optim.probe.subject import OptimizerUnderTest, remembered
 from zero_optim.probe.traits import NEEDS_CLOSURE, NEEDS_SECOND_ORDER, Traits
-from zero_optim.probe.trials import (
-    TrialRecord,
-    Variant,
-    anywhere,
-    first_record,
-    isolated,
-    record,
-    recorded,
-    start,
-)
+from zero_optim.probe.trials import TrialRecord, Variant, anywhere, first_record, isolated, recorded, start
 
 _MIXED = ((9, 13), (67,), (40,), (2, 3, 3, 3), (9, 13), (12, 5))
 _NO_KERNELS = ((9, 13), (67,), (40,), (6, 11), (9, 13), (12, 5))
@@ -154,7 +145,7 @@ def _why_coupled(trial: TrialRecord, *, with_state: bool = True) -> str | None:
     for variant in (*alone, Variant("stepped without parameters", only=())):
         reason = difference(trial, variant, with_state=with_state)
         if reason is not None:
-            repeats = record(trial.subject, trial.feed).values == trial.values
+            repeats = trial.repeated().values == trial.values
             return reason if repeats else "two equal runs of it give different results"
     return _why_coupled_otherwise(trial)
 
@@ -178,7 +169,7 @@ def _try_coupling(feed: Feed, trial: TrialRecord) -> str | None:
     reason = _why_coupled(again)
     if reason is not None:
         # Equal trials may differ in state only, as those of fused SGD in bfloat16 do.
-        repeated = record(again.subject, feed)
+        repeated = again.repeated()
         if repeated.values == again.values and state_difference(again, repeated.run) is not None:
             reason = _why_coupled(again, with_state=False)
     trial.idle |= again.idle

@@ -16,7 +16,7 @@ from zero_optim.errors import message_of
 from zero_optim.plan.groups import ParamGroup, options_of, params_of
 from zero_optim.probe.comparison import same
 from zero_optim.probe.feeds import LARGE
-from zero_optim.probe.trials import TrialRecord, TrialRun, Variant, first_line_of, record, recorded, start
+from zero_optim.probe.trials import TrialRecord, TrialRun, Variant, first_line_of, recorded, start
 
 BESIDE = "beside the state"
 _SAVED = ("state", "param_groups", "defaults")
@@ -88,7 +88,7 @@ def _why_not_resumed(trial: TrialRecord) -> str | None:
             run.step(number, {index: gradients[index]})
     if not same(beside_of(trial.run.optimizer), beside_of(alone[0].optimizer)):
         return "what it saves beside its state depends on the parameters it has"
-    before = record(trial.subject, trial.feed).run
+    before = trial.repeated().run
     values = {index: leaf.detach() for index, (leaf,) in before.leaves.items()}
     parts = {index: run.state_of(index)[0] for index, run in alone.items()}
     after = [start(trial.subject, trial.feed, values)]

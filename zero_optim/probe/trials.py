@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from zero_optim.compat import private
 from zero_optim.errors import message_of
-from zero_optim.plan.plan import ALIGNMENT_NBYTES
-from zero_optim.probe.feeds import Feed, rows_apart
+from zero_optim.probe.feeds import Feed
 from zero_optim.probe.subject import OptimizerUnderTest, bits, switch_mode
 
 Gradients: TypeAlias = Mapping[int, Tensor | None]
@@ -116,19 +115,6 @@ def anywhere(index: int, value: Tensor) -> Sequence[Tensor]:
     return torch.split(value.reshape(-1), sizes)
 
 
-def by_rows(index: int, value: Tensor) -> Sequence[Tensor]:
-    """Cut between rows, as a plan does; the second parameter in three pieces."""
-    step = rows_apart(value)
-    sizes = [step, step, len(value) - 2 * step] if index == 1 else [step, len(value) - step]
-    return torch.split(value, sizes)
-
-
-def below_vectors(_: int, value: Tensor) -> Sequence[Tensor]:
-    """Cut between rows into pieces below two vectors of 64 bytes."""
-    row_nbytes = value.element_size() * value.numel() // len(value)
-    return torch.split(value, max(1, (2 * ALIGNMENT_NBYTES - 1) // row_nbytes))
-
-
 @dataclass(slots=True)
 class TrialRecord:
     """A trial of all parameters together: its gradients and results."""
@@ -157,6 +143,10 @@ class TrialRecord:
     def begin(self, variant: Variant = TOGETHER) -> TrialRun:
         """Start another run of the same parameters."""
         return start(self.subject, self.feed, self.starts, variant)
+
+    def repeated(self) -> "TrialRecord":
+        """Run it all once more."""
+        return record(self.subject, self.feed)
 
 
 def record(subject: OptimizerUnderTest, feed: Feed) -> TrialRecord:
