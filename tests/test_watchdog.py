@@ -28,6 +28,7 @@ from zero_optim.comm.works import Work
 from zero_optim.compat import private
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.errors import StalledError
+from zero_optim.health import diagnosis as diagnosis_module
 from zero_optim.health import peers
 from zero_optim.health import verdicts as verdicts_module
 from zero_optim.health.directory import Directory
@@ -187,8 +188,8 @@ def explain_closed(
     dying: Any = Dying(answers)
     verdicts = Verdicts(group.works.log, dying)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verdicts_module, "ANSWER_LIMIT", 0.0)  # each question takes longer than that
-        patch.setattr(verdicts_module, "_LONGEST_END", longest)
+        patch.setattr(diagnosis_module, "ANSWER_LIMIT", 0.0)  # each question takes longer than that
+        patch.setattr(diagnosis_module, "_LONGEST_END", longest)
         works = group.works
         patch.setattr(works, "ranks", (0, 1))
         patch.setattr(works, "_can_cut", False)  # there is no rank 1

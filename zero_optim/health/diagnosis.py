@@ -3,18 +3,23 @@
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from zero_optim.comm.backends import late_or_closed
 from zero_optim.comm.frames import differences, ranks_by_value, ranks_text
 from zero_optim.comm.records import OVERLAPPED_STEP, Verdict
 from zero_optim.comm.work_log import WorkLog
 from zero_optim.comm.works import Work
-from zero_optim.health.peers import Presence
-from zero_optim.health.tree import to_runs
+from zero_optim.health.peers import ANSWER_LIMIT, Presence
+from zero_optim.health.tree import Message, from_runs, to_runs
+from zero_optim.host.shared_memory import GAVE_UP
 
 _ADVICE = (
     "The process group cannot be used any more: end the processes, or destroy all groups and begin again"
 )
+_LONGEST_END = 10.0  # seconds that a process may take to end on a busy host, once it has been killed
+# What a rank may be whose process runs. It is asked again for a while.
+_MUTE = (Presence.SILENT, Presence.UNCONNECTED, Presence.CUT_OFF, Presence.UNKNOWN)
 _GOES_ON = 5.0  # seconds in which a rank that has caught what its step raised may begin another pass
 
 
@@ -62,12 +67,27 @@ _NAMED = 16  # missing ranks, each of which is described by itself
 _LONGEST = 2000  # characters of a verdict
 
 
+class Complaint(NamedTuple):
+    """Why a rank complains of a wait. As JSON, a list."""
+
+    # "slow", and all may be well; "odd", and it ends if all ranks wait for each other; "late", and it ends;
+    # "broken", and it ends if ranks have.
+    kind: str
+    place: int  # of the rank
+    status: Message
+    part: Sequence[Any]  # of a mesh, runs of the ranks that it waits for
+    seconds: float | None  # None if it failed early
+    long: float  # that counts as a long wait for the ranks that ask
+    timeout: float  # its limit
+    error: str
+
+
 def ended_ranks(reports: Reports) -> list[int]:
     """Return ranks whose processes have ended, or that released the group."""
     return [rank for rank, what in reports.items() if what in _GONE]
 
 
-def without_absent(reports: Reports) -> Reports:
+def _without_absent(reports: Reports) -> Reports:
     """Take absent ranks for ended, unless others have: a connection was closed."""
     if ended_ranks(reports):
         return reports
@@ -124,6 +144,38 @@ def judge(reports: Reports, own: int, seconds: float | None, broken: str = "") -
     if len(text) > _LONGEST - len(_ADVICE):
         text = f"{text[: _LONGEST - len(_ADVICE)]}…"
     return Verdict(f"{text}. {_ADVICE}", tuple(missing))
+
+
+def verdict_of(
+    ranks: tuple[int, ...], reports: Reports, complaint: Complaint, seconds: float
+) -> Verdict | None:
+    """Return the verdict if one is due, ``seconds`` after the rank complained."""
+    kind = complaint.kind
+    if kind == "late" or (kind == "odd" and wait_for_each_other(reports, complaint.long)):
+        return judge_part(ranks, reports, complaint)
+    if kind != "broken":
+        return None
+    is_late, is_closed = late_or_closed(complaint.error)
+    mute = {what for what in reports.values() if what in _MUTE}
+    takes_long = mute or GAVE_UP in complaint.error  # by a rank that has the reason, and tells
+    is_broken = is_closed and seconds > (_LONGEST_END if takes_long else ANSWER_LIMIT)
+    if is_broken:
+        reports = _without_absent(reports)
+    is_known = is_late or ended_ranks(reports) or not mute.issubset({Presence.UNKNOWN})
+    if not (is_late or ended_ranks(reports) or is_broken):
+        return None
+    return judge_part(ranks, reports, complaint, "" if is_known else complaint.error.partition(". ")[0])
+
+
+def judge_part(ranks: tuple[int, ...], reports: Reports, complaint: Complaint, broken: str = "") -> Verdict:
+    """Find missing ranks of the group that the rank waits for, then of its mesh."""
+    group = {*from_runs(complaint.part)}
+    part = {place: what for place, what in reports.items() if ranks[place] in group}
+    if len(part) < len(reports) and not ended_ranks(reports):
+        verdict = judge(part, complaint.place, complaint.seconds, broken)
+        if verdict.missing:
+            return verdict
+    return judge(reports, complaint.place, complaint.seconds, broken)
 
 
 def _described(missing: Reports, call: tuple[str, int] | None) -> list[str]:

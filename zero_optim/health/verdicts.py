@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 from zero_optim.comm.backends import late_or_closed
 from zero_optim.comm.records import Verdict
@@ -27,46 +27,18 @@ from zero_optim.comm.traffic import LONG, Phase
 from zero_optim.comm.work_log import GroupWorks, WorkLog
 from zero_optim.comm.works import Work
 from zero_optim.compat.threads import start_thread_or_run
-from zero_optim.health.diagnosis import (
-    Reports,
-    Status,
-    are_parted,
-    ended_ranks,
-    judge,
-    verdict_to_json,
-    wait_for_each_other,
-    without_absent,
-)
+from zero_optim.health.diagnosis import Complaint, Status, are_parted, judge_part, verdict_of, verdict_to_json
 from zero_optim.health.directory import Directory
 from zero_optim.health.peers import ANSWER_LIMIT, LONGEST_SEARCH, Presence
 from zero_optim.health.tree import FAN, Message, above, from_runs, to_groups, to_runs
-from zero_optim.host.shared_memory import GAVE_UP
 
 EXIT_CODE = 75  # of a process that was ended because a wait took too long: "try again" in sysexits.h
 
 _NEARLY = 0.9  # of a long wait, after which it counts as long for the ranks that ask
-_LONGEST_END = 10.0  # seconds that a process may take to end on a busy host, once it has been killed
-# What a rank may be whose process runs. It is asked again for a while.
-_MUTE = (Presence.SILENT, Presence.UNCONNECTED, Presence.CUT_OFF, Presence.UNKNOWN)
 _LONGEST_ERROR = 1000  # characters of a backend's error in a complaint
 _LOWER = 4 * FAN  # lower ranks, of which one is sought that answers
 
 logger = logging.getLogger("zero_optim")
-
-
-class Complaint(NamedTuple):
-    """Why a rank complains of a wait. As JSON, a list."""
-
-    # "slow", and all may be well; "odd", and it ends if all ranks wait for each other; "late", and it ends;
-    # "broken", and it ends if ranks have.
-    kind: str
-    place: int  # of the rank
-    status: Message
-    part: Sequence[Any]  # of a mesh, runs of the ranks that it waits for
-    seconds: float | None  # None if it failed early
-    long: float  # enough to complain
-    timeout: float  # its limit
-    error: str
 
 
 class Verdicts:
@@ -155,7 +127,8 @@ class Verdicts:
         works = work.group
         place, waits = works.whole.index(self._directory.rank), work if seconds is not None or error else None
         status, part = asdict(self._status(works.whole, waits)), to_runs(works.ranks)
-        return Complaint(kind, place, status, part, seconds, _long(work)[0], work.timeout, error)
+        long = _NEARLY * _long(work)[0]
+        return Complaint(kind, place, status, part, seconds, long, work.timeout, error)
 
     def _complain_beside(self, works: GroupWorks, complaint: Complaint) -> None:
         if (works.whole, complaint.kind) not in self._complaints:
@@ -206,11 +179,11 @@ class Verdicts:
             reports |= {me: self._status(ranks), **_reports({complaint.place: complaint.status})}
             known = (what.verdict for what in reports.values() if isinstance(what, Status) and what.verdict)
             found = next(map(_from_json, known), None)
-            found = found or _verdict_of(ranks, reports, complaint, time.monotonic() - began)
+            found = found or verdict_of(ranks, reports, complaint, time.monotonic() - began)
             if found is not None:
                 self._give_up(ranks, found)
             elif complaint.kind != "broken":
-                reason = _judge(ranks, reports, complaint).message.partition(". ")[0]
+                reason = judge_part(ranks, reports, complaint).message.partition(". ")[0]
                 logger.warning("%s. All ranks give up after %g s", reason, complaint.timeout)
             elif late_or_closed(complaint.error)[1]:
                 # The process that closed the connection may be about to end. On a busy host that takes long,
@@ -259,38 +232,6 @@ def _long(work: Work) -> tuple[float, str]:
     """Return the seconds after which this rank complains of a wait, and the kind of the complaint."""
     _, apart = work.phase.limits(work.timeout)
     return (apart, "odd") if apart < work.timeout else (min(LONG, work.timeout / 2), "slow")
-
-
-def _verdict_of(
-    ranks: tuple[int, ...], reports: Reports, complaint: Complaint, seconds: float
-) -> Verdict | None:
-    """Return the verdict if one is due, ``seconds`` after the rank complained."""
-    kind = complaint.kind
-    if kind == "late" or (kind == "odd" and wait_for_each_other(reports, _NEARLY * complaint.long)):
-        return _judge(ranks, reports, complaint)
-    if kind != "broken":
-        return None
-    is_late, is_closed = late_or_closed(complaint.error)
-    mute = {what for what in reports.values() if what in _MUTE}
-    takes_long = mute or GAVE_UP in complaint.error  # by a rank that has the reason, and tells
-    is_broken = is_closed and seconds > (_LONGEST_END if takes_long else ANSWER_LIMIT)
-    if is_broken:
-        reports = without_absent(reports)
-    is_known = is_late or ended_ranks(reports) or not mute.issubset({Presence.UNKNOWN})
-    if not (is_late or ended_ranks(reports) or is_broken):
-        return None
-    return _judge(ranks, reports, complaint, "" if is_known else complaint.error.partition(". ")[0])
-
-
-def _judge(ranks: tuple[int, ...], reports: Reports, complaint: Complaint, broken: str = "") -> Verdict:
-    """Find missing ranks of the group that the rank waits for, then of its mesh."""
-    group = {*from_runs(complaint.part)}
-    part = {place: what for place, what in reports.items() if ranks[place] in group}
-    if len(part) < len(reports) and not ended_ranks(reports):
-        verdict = judge(part, complaint.place, complaint.seconds, broken)
-        if verdict.missing:
-            return verdict
-    return judge(reports, complaint.place, complaint.seconds, broken)
 
 
 def _reports(answers: Mapping[int, Message | Presence]) -> dict[int, Status | Presence]:
