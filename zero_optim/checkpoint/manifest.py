@@ -103,11 +103,6 @@ class Entry:
         if total != num_rows(self.shape):
             raise ValueError(f"the chunks of a tensor of shape {self.shape} do not have as many rows as it")
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all chunks."""
-        return sum(chunk.nbytes for chunk in self.chunks)
-
 
 def _place(shape: Sequence[int], rows: tuple[int, int]) -> list[list[int]]:
     """Return offsets and sizes of rows."""

@@ -176,8 +176,9 @@ def inspect(folder: Path) -> dict[str, Any]:
         name = key.partition("/")[0]
         section = sections.setdefault(name, {"name": name, "num_tensors": 0, "nbytes": 0, "num_values": 0})
         section["num_values"] += key in manifest.values
-        section["num_tensors"] += key in manifest.entries
-        section["nbytes"] += manifest.entries[key].nbytes if key in manifest.entries else 0
+        if key in manifest.entries:
+            section["num_tensors"] += 1
+            section["nbytes"] += sum(chunk.nbytes for chunk in manifest.entries[key].chunks)
     time = datetime.fromtimestamp(manifest.time_ns / 1e9, timezone.utc)
     return {
         "path": str(folder),

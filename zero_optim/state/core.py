@@ -17,15 +17,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import inner_tensors
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.health.stamps import Call
-from zero_optim.plan.groups import (
-    ParamGroup,
-    describe_options,
-    have_members,
-    names_text,
-    param_names,
-    params_of,
-    short_names,
-)
+from zero_optim.plan.groups import ParamGroup, have_members, names_text, param_names, params_of, short_names
 from zero_optim.plan.pieces import Pieces, is_whole, owned_by_text, piece_of
 from zero_optim.plan.plan import describe_params
 from zero_optim.shard.engine import Engine
@@ -75,8 +67,7 @@ class Core:
     @property
     def group(self) -> RankGroup:
         """The ranks, to communicate; RuntimeError if the optimizer is detached."""
-        if self.ranks.is_released:
-            self.check_attached()
+        self.check_attached()
         return self.ranks
 
     def check_attached(self) -> None:
@@ -220,16 +211,12 @@ class Core:
         pieces = zip(names, map(self.sharding.pieces.__getitem__, self.params), strict=True)
         return [
             *describe_params(self.groups),
-            *self.describe_options(),
+            *self.owned.local.describe_options(self.groups),
             f"buckets of {self.sharding.cap_nbytes} bytes",
             *self.owned.local.describe_specs(),
             *self.inputs.options.describe(),
             *(f"parameter {name.removeprefix('parameter ')} {owned_by_text(each)}" for name, each in pieces),
         ]
-
-    def describe_options(self, groups: Sequence[ParamGroup] | None = None) -> list[str]:
-        """Describe each group's options, or those of others, for ranks to compare."""
-        return describe_options(self.owned.local.compared(self.groups if groups is None else groups))
 
     def own_params(self) -> list[Tensor]:
         """List the parameters of which this rank owns rows, in order."""

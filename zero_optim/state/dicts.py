@@ -114,7 +114,7 @@ def load(
         core.check_weights()
         groups = core.with_options(beside["options"])
         core.check_cuts(groups)
-        described = core.describe_options(groups)
+        described = core.owned.local.describe_options(groups)
     agree(group, described, "the options of the state dict")
     everywhere = map_tensors(beside["everywhere"], copied)
     is_new = beside["is_new"] and not core.owned.local.initial_state(core.groups)

@@ -71,13 +71,6 @@ class CutState:
         strides = strides_of_rows(dense_strides(rows), len(rows), self.shape)
         return torch.empty_strided(self.shape, strides, dtype=rows.dtype, device="meta")
 
-    def picked(self, entries: Nested, piece: Piece, start: int, stop: int) -> Nested:
-        """Select rows ``[start, stop)`` of a piece's state: views of them, and all uncut entries."""
-        chosen = copy(entries) if isinstance(entries, dict) else entries
-        for name, value in self.cut_entries(entries, piece).items():
-            chosen[name] = value.detach()[start - piece.start : stop - piece.start]
-        return chosen
-
     def joined(self, about: str, parts: Mapping[int, Nested]) -> Nested:
         """Join the owners' parts, whose rows are taken out, in new CPU memory; uncut entries are the first's.
 
@@ -134,12 +127,14 @@ class RowMap:
     def message(self, holder: int, moves: Moves, state: IndexedState) -> dict[Any, Nested]:
         """Collect rows of a holder's state, and its global entries."""
         message = {key: value for key, value in state.items() if not isinstance(key, int)}
-        for index, start, stop in moves:
-            if index in state and index in self.shaped:
+        for index, start, stop in (each for each in moves if each[0] in state):
+            entries = state[index]
+            if index in self.shaped and isinstance(entries, dict):
                 cut = CutState(self.shapes[index], self.held[index], self.shaped[index])
-                message[index] = cut.picked(state[index], cut.piece_of(holder), start, stop)
-            elif index in state:
-                message[index] = state[index]
+                piece, entries = cut.piece_of(holder), copy(entries)
+                for name, value in cut.cut_entries(entries, piece).items():
+                    entries[name] = value.detach()[start - piece.start : stop - piece.start]
+            message[index] = entries
         return message
 
     def joined(self, rank: int, messages: Mapping[int, dict[Any, Nested]]) -> dict[Any, Nested]:

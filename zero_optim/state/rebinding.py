@@ -87,7 +87,7 @@ def _find_holders(core: Core, group: RankGroup, everywhere: object) -> tuple[dic
     pieces, snapshot = [core.sharding.piece_here(param) for param in core.params], core.snapshot
     rows = [[index, piece.start, piece.stop] for index, piece in enumerate(pieces) if piece is not None]
     mine = {"age": snapshot.age, "is_torn": snapshot.is_torn, "steps": snapshot.steps, "rows": rows}
-    mine |= {"options": core.describe_options(), "has_everywhere": bool(everywhere)}
+    mine |= {"options": core.owned.local.describe_options(core.groups), "has_everywhere": bool(everywhere)}
     everyone = group.all_gather_json(mine)
     torn = [rank for rank, each in enumerate(everyone) if each["is_torn"]]
     if torn:

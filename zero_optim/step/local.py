@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.plan.groups import PARAM_KEYS, ParamGroup, options_of, params_of
+from zero_optim.plan.groups import PARAM_KEYS, ParamGroup, describe_options, options_of, params_of
 from zero_optim.plan.option_values import OptionKey, Plain, are_close, changeable, plain
 from zero_optim.plan.pieces import Pieces
 from zero_optim.probe.saved import BESIDE, beside_of, has_own_dict
@@ -220,6 +220,10 @@ class LocalOptimizer:
             retyped = {key: plain(group[key]) for key in traits.retyped & group.keys()}
             compared.append({key: v for key, v in {**group, **retyped}.items() if key not in traits.idle})
         return compared
+
+    def describe_options(self, groups: Sequence[ParamGroup]) -> list[str]:
+        """Describe each group's options for ranks to compare."""
+        return describe_options(self.compared(groups))
 
     def _traits_of(self, number: int) -> Traits:
         traits = (built.traits for built in self._built if number in built.numbers)
