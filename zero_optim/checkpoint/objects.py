@@ -40,8 +40,7 @@ class Members:
         mesh = sharded.core.mesh if sharded is not None else None
         if mesh is not None and process_group in (None, mesh.everyone.process_group):
             process_group, groups = None, (mesh.everyone, mesh.inner, mesh.across)
-            each = [patient(group.uncounted().during("checkpoint"), timeout) for group in groups]
-            mesh = RankMesh(each[0], each[1], each[2])
+            mesh = RankMesh(*(patient(each.uncounted().during("checkpoint"), timeout) for each in groups))
         else:
             mesh = None
         if isinstance(process_group, dist.ProcessGroup) or process_group is dist.GroupMember.NON_GROUP_MEMBER:

@@ -34,15 +34,7 @@ from zero_optim.compat.streams import HostCopy
 from zero_optim.errors import RankMismatchError, RemoteRankError
 from zero_optim.health.stamp import Arrival, Header, Read, Stamp, find_error
 from zero_optim.plan.groups import ParamGroup
-from zero_optim.plan.option_values import (
-    DIGEST_NBYTES,
-    OptionKey,
-    OptionValues,
-    Plain,
-    differing,
-    held_by,
-    text_of,
-)
+from zero_optim.plan.option_values import OptionKey, OptionValues, Plain, differing, held_by, text_of
 
 _SHOWN = 4  # options in a message
 _LONGEST_TEXT = 2000  # characters of an exception that a watchdog tells
@@ -141,7 +133,7 @@ class Stamps:
         number, values = self._step.number + 1, self._values
         digest, (sampled, self._sampled) = values.digest, (self._sampled, None)
         if sampled is not None:
-            digest = blake2b(digest + repr(sampled).encode(), digest_size=DIGEST_NBYTES).digest()
+            digest = blake2b(digest + repr(sampled).encode(), digest_size=len(digest)).digest()
         self._step = _Step(number, call.name, digest, values.by_group, sampled)
         if call.failure is not None:
             self._step.fail(call.failure)
