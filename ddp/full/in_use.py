@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.autograd import in_backward
 from zero_optim.ddp.full.choice import UnitChoice
 from zero_optim.ddp.full.guards import UnitMembers
@@ -47,10 +46,6 @@ if TYPE_CHECKING:
     from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 
 _MODULE = attrgetter("module")
-_SECOND = (
-    "create_graph=True is not possible with FullyShardedDataParallel: the gradients of gradients would read "
-    "parameters that are freed by then. Use ShardedDataParallel"
-)
 
 
 class UnitsInUse(ModuleCalls, Uncopied):
@@ -97,11 +92,6 @@ class UnitsInUse(ModuleCalls, Uncopied):
         """Gather for this optimizer from now on, and launch its buckets; its ranks are the same as before."""
         self._engine, self.gathers = engine, gathers
         self._places = LaunchOrder(self.units, reducer.assignment.buckets)
-
-    @property
-    def group(self) -> RankGroup:
-        """The ranks that gather."""
-        return self.gathers.group
 
     def keep_alive(self, wrapper: "FullyShardedDataParallel") -> None:
         """Hold the wrapper of a model that is sharded in place, which nobody else holds."""
@@ -228,7 +218,10 @@ class UnitsInUse(ModuleCalls, Uncopied):
     def _output_reached(self, number: int, place: int | None = None, use: UnitUse | None = None) -> None:
         """Make a unit whole when its output has a gradient; RuntimeError with create_graph."""
         if torch.is_grad_enabled():
-            raise RuntimeError(_SECOND)
+            raise RuntimeError(
+                "create_graph=True is not possible with FullyShardedDataParallel: the gradients of gradients "
+                "would read parameters that are freed by then. Use ShardedDataParallel"
+            )
         self._need_in_backward(number, place)
         if use is not None:
             self.units[number].reach(use)

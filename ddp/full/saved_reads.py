@@ -19,21 +19,6 @@ from zero_optim.compat.autograd import has_saved_tensors_hooks, in_backward
 from zero_optim.ddp.full.unit import Unit
 from zero_optim.shard.places import is_freed
 
-_WRITTEN = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-    "tensor of shape {shape} is at version {now}, and was saved at version {then}. A step or a load counts "
-    "as a write to the parameters"
-)
-_OUTSIDE = (
-    "what autograd saved of {name} is read outside of a backward pass, when {name} is freed: read it inside "
-    "zero_optim.ddp.unsharded(module)"
-)
-_FREED = (
-    "a parameter of {name} of shape {shape} is used by another module while it is not whole, so that it "
-    "shows NaN: make the module that uses it a unit in which {name} is no unit of its own, or leave both to "
-    "the outermost one"
-)
-
 
 class SavedReads:
     """The hooks on what autograd saves; ``need`` makes a unit whole in a backward pass, by its number."""
@@ -75,13 +60,24 @@ class SavedReads:
             unit.arrive()  # perhaps it was gathered on another stream
         elif unit is not None:
             if not in_backward():
-                raise RuntimeError(_OUTSIDE.format(name=unit.name))
+                raise RuntimeError(
+                    f"what autograd saved of {unit.name} is read outside of a backward pass, when "
+                    f"{unit.name} is freed: read it inside zero_optim.ddp.unsharded(module)"
+                )
             self._need(unit.number)
         if tensor._version != version:
-            raise RuntimeError(_WRITTEN.format(shape=tuple(tensor.shape), now=tensor._version, then=version))
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, and "
+                f"was saved at version {version}. A step or a load counts as a write to the parameters"
+            )
         return tensor
 
     def _refuse_freed(self, tensor: Tensor) -> None:
         for unit in self._units:
             if any(bucket.shows_freed(tensor) for bucket in unit.buckets):
-                raise RuntimeError(_FREED.format(name=unit.name, shape=tuple(tensor.shape)))
+                raise RuntimeError(
+                    f"a parameter of {unit.name} of shape {tuple(tensor.shape)} is used by another module "
+                    "while it is not whole, so that it shows NaN: make the module that uses it a unit in "
+                    f"which {unit.name} is no unit of its own, or leave both to the outermost one"
+                )

@@ -74,7 +74,7 @@ def full_state_dict(model: nn.Module, *, ranks: Sequence[int] = (0,)) -> dict[st
         RankMismatchError: likewise: ``ranks`` differ.
     """
     units = units_in(model, "this {name} is not fully sharded: take its state_dict()")
-    group = units.group
+    group = units.gathers.group
     with failing_together(group):
         if not ranks or not set(ranks) <= set(range(group.size)):
             raise ValueError(f"expected ranks from 0 to {group.size - 1}, got {ranks!r}")
@@ -98,10 +98,10 @@ def full_state_dict(model: nn.Module, *, ranks: Sequence[int] = (0,)) -> dict[st
 
 def load_local_state_dict(module: nn.Module, units: UnitsInUse, state: Mapping[str, Any]) -> None:
     """See `FullyShardedDataParallel.load_local_state_dict`."""
-    with failing_together(units.group):
+    with failing_together(units.gathers.group):
         own, params = local_state(module, units)
         _check(state, own)
-    with failing_together(units.group), left_freed(units.buckets):
+    with failing_together(units.gathers.group), left_freed(units.buckets):
         rest = {name: value for name, value in state.items() if name not in params}
         module.load_state_dict(rest, strict=False)
     values = {param: state[name] for name, param in params.items()}

@@ -89,9 +89,8 @@ class Owners:
 
     def shown_sparse(self, param: Tensor, earlier: Tensor | None, total: Tensor) -> Tensor:
         """Return ``param.grad`` of a sparse sum over all ranks."""
-        pieces = self.pieces[param]
-        if piece_of(pieces, self.rank) is None:
-            return PartialGradient(param, pieces, None, self.names[param], agree=self.agree)
+        if piece_of(self.pieces[param], self.rank) is None:
+            return self._partial(param, None)
         reduced = total.to(param.dtype)
         return owned(reduced if earlier is None else earlier + reduced, self.agree)
 

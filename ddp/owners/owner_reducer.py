@@ -126,7 +126,7 @@ class OwnerReducer(Reducer):
         """Begin an unannounced pass, before autograd adds its first gradient."""
         if not accumulates(self.params[index]):  # torch.autograd.grad asks for it
             return
-        if self._is_wanted():
+        if self._ties.wanted(self._is_expected):
             self._begin()
         else:
             self._check_local()

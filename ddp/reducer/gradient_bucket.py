@@ -60,7 +60,7 @@ class ReducerBucket:
     def _allocate(self, dtype: torch.dtype) -> Tensor:
         numel = sum(param.numel() for param in self.params)
         flat = self.params[0].new_zeros(numel, dtype=dtype, requires_grad=False)
-        self.views = self.views_of(flat)
+        self.views = consecutive_views(flat, self.params)
         return flat
 
     def shadow(self) -> "ReducerBucket":
@@ -76,10 +76,6 @@ class ReducerBucket:
     def write_failure_word(self) -> None:
         """Make the first element NaN, and so the sum of all ranks: Note [Two ways to tell of a failure]."""
         self.flat[:1].fill_(float("nan"))
-
-    def views_of(self, flat: Tensor) -> list[Tensor]:
-        """View a flat tensor of this bucket's length as its gradients."""
-        return consecutive_views(flat, self.params)
 
     def has_gradient(self, slot: int) -> bool:
         """Whether a parameter has a gradient; hooks are called for undefined ones too."""
@@ -193,7 +189,7 @@ class ReducerBucket:
         if result is not self.flat and self.as_views:
             self.flat.copy_(result.reshape(-1))
         elif result is not self.flat:
-            views = self.views_of(result.reshape(-1))
+            views = consecutive_views(result.reshape(-1), self.params)
         grads = list(map(_grad_of, self.params))
         if self.as_views and all(map(is_, grads, views)):
             return
@@ -263,7 +259,7 @@ class GradBucket:
                 f"the buffer of bucket {self.index()} was replaced by one of {self._buffer.numel()} "
                 f"elements: it cannot be viewed as gradients of {self._bucket.flat.numel()} elements"
             )
-        return self._bucket.views_of(self._buffer)
+        return consecutive_views(self._buffer, self._bucket.params)
 
     def parameters(self) -> list[Tensor]:
         """The parameters of these gradients, in the same order."""

@@ -110,9 +110,6 @@ class Reducer:
             raise RuntimeError("a comm hook must be registered before backward() begins")
         self.slot.register(state, hook)
 
-    def _is_wanted(self, *, was_prepared: bool = False) -> bool:
-        return bool(self._ties.wanted(was_prepared or self._is_expected))
-
     def divide_by(self, divisor: Callable[[], float]) -> None:
         """Divide the gradients of the next pass by the number of ranks that take part, in ``Join``."""
         self._divisor = divisor
@@ -155,7 +152,7 @@ class Reducer:
         announce_backward(tensors, self._reduced.index_of, weakly(self._output_reached))
 
     def _output_reached(self) -> None:
-        if self._inbox.running is None and self._is_wanted(was_prepared=True):
+        if self._inbox.running is None and self._ties.wanted(True):
             self._begin()
 
     def check_finished(self, *, waits: bool = True) -> None:
@@ -174,7 +171,7 @@ class Reducer:
             unread.pop(0).check()
 
     def _first_arrived(self, index: int) -> None:
-        if self._is_wanted():
+        if self._ties.wanted(self._is_expected):
             self._begin().came(index)
         else:
             self.unreduced[index] = True

@@ -51,7 +51,7 @@ def whole_state(model: nn.Module, *, everywhere: bool) -> dict[str, Any] | None:
     if len(parts) > 1:
         return model.state_dict()
     units = units_in(model, "this {name} is not fully sharded")
-    return full_state_dict(model, ranks=range(units.group.size) if everywhere else [0]) or {}
+    return full_state_dict(model, ranks=range(units.gathers.group.size) if everywhere else [0]) or {}
 
 
 def _unwrapped(wrapper: Any) -> Any:

@@ -1,7 +1,7 @@
 """An optimizer's steps: after or in the backward pass, with joined ranks and scalers."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -17,7 +17,6 @@ from zero_optim.flow.schedule import OVERLAP, Moment
 from zero_optim.iteration.joins import STEP_OF_JOIN, Joins, ShadowHook
 from zero_optim.iteration.overlap import Overlap
 from zero_optim.iteration.tasks import StepTask
-from zero_optim.plan.pieces import Pieces
 from zero_optim.state import rebinding
 from zero_optim.state.core import Core
 from zero_optim.step.amp import Scaling, drop_scale
@@ -247,12 +246,9 @@ class Iteration:
             if held := core.inputs.held:  # in chunks of the dimension that is cut
                 pairs = zip(params, pieces, strict=True)
                 pieces = [held[param].pieces if param in held else own for param, own in pairs]
-            return clip_together(core.group, params, self._slots_of(pieces), arguments)
-
-    def _slots_of(self, pieces: Sequence[Pieces]) -> NormSlots:
-        if self._norm_slots is None or not self._norm_slots.are_of(pieces):
-            self._norm_slots = NormSlots(pieces, self._core.group.rank, self._core.group.size)
-        return self._norm_slots
+            if self._norm_slots is None or not self._norm_slots.are_of(pieces):
+                self._norm_slots = NormSlots(pieces, core.group.rank, core.group.size)
+            return clip_together(core.group, params, self._norm_slots, arguments)
 
     def join_hook(self) -> JoinHook:
         """Return the ``Join`` hook that shadows the active ranks' steps."""
@@ -261,7 +257,6 @@ class Iteration:
                 "Join needs parameters that every rank has whole, and some are DTensors here: a rank without "
                 "inputs would not take part in FSDP2's collectives either"
             )
-        self.joins.join_hook()
         return ShadowHook(self.shadow)
 
     def shadow(self) -> None:
