@@ -33,7 +33,6 @@ OPTIONS = (
     "timeout",
 )
 _DELAYS = "every gradient is reduced in its bucket; use PyTorch's DistributedDataParallel for others"
-_CASTS = "use torch.autocast, PyTorch's DistributedDataParallel, or stage 3 with a PrecisionPolicy"
 REFUSED = {
     "batched_grad_copy": "gradients are copied as they come, so that they can be dropped",
     "bucket_cap_mb": "buckets are those of the optimizer: give it bucket_cap_mb",
@@ -43,7 +42,8 @@ REFUSED = {
     "device_mesh": "the ranks are those of the optimizer: give it process_group=mesh.get_group(), and a 2-D "
     "mesh of replicas by the name of mesh",
     "gradient_as_bucket_view": "gradients are views already on the owning rank, and the others have none",
-    "mixed_precision": _CASTS,
+    "mixed_precision": "use torch.autocast, PyTorch's DistributedDataParallel, or stage 3 with a "
+    "PrecisionPolicy",
     "param_to_hook_all_reduce": _DELAYS,
     "skip_all_reduce_unused_params": "the ranks have to reduce the same buckets",
 }
@@ -52,7 +52,6 @@ KNOWN = {*OPTIONS, *REFUSED, *_NOT_COMPARED, "forward_sync_buffers"}  # of PyTor
 _PREFETCHES = "the next unit is always on its way while one is used; leave it out"
 _IGNORES = "freeze these parameters and leave them out of the optimizer: they stay whole on every rank"
 _OFFLOADS = 'offload="cpu" keeps what a rank owns on the CPU'
-_TAKES_FIRST = "every rank takes the values of rank 0; leave it out"
 
 # Options of PyTorch's wrappers that `FullyShardedDataParallel` does not take.
 REFUSED_FULLY = {
@@ -71,7 +70,7 @@ REFUSED_FULLY = {
     "param_init_fn": "give it as init=",
     "sharding_strategy": "parameters are sharded; reshard_after_forward=False keeps them whole until the "
     "backward pass (SHARD_GRAD_OP), and mesh= makes replicas (HYBRID_SHARD)",
-    "sync_module_states": _TAKES_FIRST,
+    "sync_module_states": "every rank takes the values of rank 0; leave it out",
     "use_orig_params": "parameters are always the model's own; leave it out",
 }
 

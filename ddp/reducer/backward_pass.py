@@ -1,7 +1,7 @@
 """One backward pass: counts gradients, launches buckets, records failures."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -35,9 +35,6 @@ class Phase(Enum):
     ENDING = "the rest is launched, and the results are handed out"
 
 
-_UNCOUNTED = nullcontext()
-
-
 class BackwardPass(Task):
     """Counts gradients and launches buckets in order, each once it and all before it are full."""
 
@@ -52,9 +49,9 @@ class BackwardPass(Task):
         engine: Engine,  # runs the rows of full buckets
         launch: Launch,
         *,
-        divisor: float = 1.0,  # of the gradients; 1 where a comm hook divides
-        can_carry_word: bool = False,  # the last bucket can tell of a failure; then it waits for the end
-        held_up: AbstractContextManager[None] = _UNCOUNTED,  # times what is done with gradients
+        divisor: float,  # of the gradients; 1 where a comm hook divides
+        can_carry_word: bool,  # the last bucket can tell of a failure; then it waits for the end
+        held_up: AbstractContextManager[None],  # times what is done with gradients
     ) -> None:
         buckets = assignment.buckets
         self.phase = Phase.RUNNING

@@ -257,7 +257,7 @@ class Engine:
         """Start gathers; of those that this moment waits for, as many at once as memory allows."""
         with task.span:
             for bucket in task.to_gather(buckets):
-                if bucket.keeps_gather:
+                if isinstance(bucket, RowBucket):
                     bucket.keep(task.gather(bucket))
                 elif Operation.WAIT in bucket.schedule.moments[moment]:
                     task.start_awaited(bucket, NUM_FLAT_TENSORS)

@@ -12,18 +12,6 @@ from zero_optim.shard.module_calls import Call, ModuleCalls
 from zero_optim.shard.task import Task
 
 
-class _Reading(Task):
-    """A module's wait for parameters that it reads."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def arrived(self) -> None:
-        """Raise what failed on other ranks, when all is here."""
-        if not self._engine.under_way and not in_backward():  # one that recomputes has to end in good order
-            self._engine.raise_failures()
-
-
 class LazyGather(ModuleCalls):
     """Forward hooks that make each module wait for the gathers of its own parameters.
 
@@ -33,7 +21,7 @@ class LazyGather(ModuleCalls):
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         super().__init__(model)
-        self._engine, self._task = engine, _Reading(engine)
+        self._engine = engine
         self._params = frozenset(model.parameters())
         self._called: set[nn.Module] = set()
         self._needs: dict[nn.Module, list[Tensor]] | None = None
@@ -56,7 +44,7 @@ class LazyGather(ModuleCalls):
         self._engine.under_way.wait()
 
     def before_forward(self, module: nn.Module, inputs: object) -> None:
-        """Wait for the parameters that a module's forward pass needs."""
+        """Wait for the parameters that a module's forward pass needs; raise what failed, when all is here."""
         if self._needs is None:
             self._called.add(module)
         engine = self._engine
@@ -67,7 +55,9 @@ class LazyGather(ModuleCalls):
             # A module that was not called in the first forward pass may read anything below it.
             needs = self._needs[module] if module in self._needs else module.parameters()
             buckets = engine.buckets_of(needs)
-        engine.on(Moment.BEFORE_FORWARD, buckets, self._task)
+        engine.on(Moment.BEFORE_FORWARD, buckets, Task())
+        if not engine.under_way and not in_backward():  # one that recomputes has to end in good order
+            engine.raise_failures()
 
     def after_forward(self, call: Call, output: object, *, raised: bool) -> object:
         """Find out, after the first forward pass, which parameters each module needs."""

@@ -71,7 +71,6 @@ class RowBucket(Uncopied, Bucket):
     """A bucket of which this rank keeps its ``row``: Note [Freed in place]. Starts empty."""
 
     schedule = ZERO3
-    keeps_gather = True
 
     def __init__(
         self,
@@ -115,8 +114,7 @@ class RowBucket(Uncopied, Bucket):
     @property
     def needs_gather(self) -> bool:
         """Whether it is not whole, and no gather is under way."""
-        gather = self._gather
-        return not self.is_whole and (gather is None or not gather.is_unclaimed)
+        return not self.is_whole and not self.comes
 
     @property
     def comes(self) -> bool:
@@ -307,7 +305,7 @@ class RowBucket(Uncopied, Bucket):
             self._has_changed = False
 
     def keep(self, gather: Pending[None]) -> None:
-        """Keep a gather, unless one before has failed: each wait raises that."""
+        """Keep a gather until `arrive`, unless one before has failed: each wait raises that."""
         if self._gather is None or not self._gather.has_failed:
             self._gather = gather
 
