@@ -32,8 +32,8 @@ from streams_runs import (
 )
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.ddp import PrecisionPolicy, bucketer
+from zero_optim.ddp.reducer import backward_pass
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
-from zero_optim.ddp.reducer.stream_order import StreamOrder
 from zero_optim.flow import pending
 from zero_optim.hooks.passes import SteppedPass
 from zero_optim.iteration import overlap
@@ -171,7 +171,7 @@ PLANTED: dict[str, tuple[Callable[[], Patch], dict[str, Any], tuple[str, str]]] 
         ("replace_data", "refresh"),
     ),
     "a bucket is launched on the stream of its last gradient, which waits for no other": (
-        partial(mock.patch.object, StreamOrder, "of", return_value=None),
+        partial(mock.patch.object, backward_pass, "is_asynchronous", return_value=False),
         TWO_STREAMS,
         ("train", "take_pending"),
     ),

@@ -224,7 +224,7 @@ class OwnerBucket(ReducerBucket):
         if filling.flat is None or filling.made is None:
             make = like.new_zeros if zeros else like.new_empty
             filling.flat = make(self._slices.total)
-            filling.made = AfterEvent(like.device, streams.recorded_event(like.device))
+            filling.made = AfterEvent(like.device)
         else:
             filling.made.wait()
         return filling.flat

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.compat.streams import record_use
+from zero_optim.compat.streams import is_asynchronous, record_use
 from zero_optim.ddp.reducer import report
 from zero_optim.ddp.reducer.assignment import BucketAssignment, History, ReducerOptions
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
@@ -78,7 +78,8 @@ class BackwardPass(Task):
         self._waiting = [len(bucket.indices) for bucket in buckets]  # gradients to come, by bucket
         self._set_aside: dict[int, Tensor] = {}  # gradients of parameters that perhaps no rank used
         self._failures: dict[str, list[str]] = {}  # names of parameters, by text
-        self._streams = StreamOrder.of(buckets[0].flat.device, len(buckets))
+        device = buckets[0].flat.device
+        self._streams = StreamOrder(device, len(buckets)) if is_asynchronous(device) else None
 
     # ------------------------------------------------------------------ phases and failures
 

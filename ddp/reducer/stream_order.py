@@ -22,11 +22,6 @@ class StreamOrder:
         self._last: list[streams.Stream | None] = [None] * num_buckets  # by bucket, the stream used last
         self._others: list[dict[streams.Stream, streams.Event]] = [{} for _ in range(num_buckets)]
 
-    @classmethod
-    def of(cls, device: torch.device, num_buckets: int) -> "StreamOrder | None":
-        """Return one for a pass that begins; None on a device without streams."""
-        return cls(device, num_buckets) if streams.is_asynchronous(device) else None
-
     def came(self, number: int) -> None:
         """Note, before its copy, that a gradient of a bucket has come on the current stream."""
         stream = streams.current_stream(self._device)

@@ -31,7 +31,7 @@ from torch.nn.functional import embedding_bag
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.sending import Lanes, Levels, exchange, next_tag, start_all_to_all
-from zero_optim.compat.streams import Stream, current_stream, is_asynchronous, recorded_event
+from zero_optim.compat.streams import Stream, current_stream, is_asynchronous
 from zero_optim.flow.pending import AfterEvent, Pending
 from zero_optim.plan.slices import UNIT, Slices, stripes_of
 
@@ -81,8 +81,7 @@ def start_in_stages(
     group, own = group.during("reduce"), rows.row(flat)
     lanes = [replace(lanes[0], phase=group.phase), *lanes[1:]]  # it counts for whoever sums
     if group.size == 1:  # nothing is sent, and no handle orders the stream that waits behind this one
-        made = AfterEvent(flat.device, recorded_event(flat.device))
-        return Pending([made], lambda _: own, [flat]), None
+        return Pending([AfterEvent(flat.device)], lambda _: own, [flat]), None
     memory = lanes[0].shared_memory(flat.device)
     if memory is not None:
         summed = torch.empty_like(own)

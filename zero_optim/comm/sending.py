@@ -29,7 +29,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.unended import SMALL, Paired
 from zero_optim.comm.works import Work
 from zero_optim.compat.autograd import start_as_one
-from zero_optim.compat.streams import HostCopy, StreamBeside, recorded_event
+from zero_optim.compat.streams import HostCopy, StreamBeside
 from zero_optim.flow.pending import AfterEvent, Waitable
 from zero_optim.plan.slices import Slices, stripes_of
 
@@ -51,7 +51,7 @@ class Levels(NamedTuple):
         """Start collectives of a bucket on the extra stream, as one work of all ranks: Note [Two levels]."""
         with group.begin_work(about, flat.device) as work, self.stream.behind(flat.device):
             yield work
-            work.take(AfterEvent(flat.device, recorded_event(flat.device)))
+            work.take(AfterEvent(flat.device))
 
 
 def exchange(

@@ -19,7 +19,7 @@ from zero_optim.comm.backends import raised_by_backend
 from zero_optim.comm.traffic import Phase
 from zero_optim.comm.work_log import GroupWorks
 from zero_optim.compat.autograd import is_profiling
-from zero_optim.compat.streams import is_capturing, recorded_event
+from zero_optim.compat.streams import is_capturing
 from zero_optim.errors import ZeroOptimError
 from zero_optim.flow.pending import AfterEvent, Waitable
 
@@ -132,7 +132,7 @@ class Work:
             if is_capturing(device):  # which has no event to query
                 self.group.outstanding = None
             else:  # the handles keep tensors
-                self.handles = (AfterEvent(device, recorded_event(device)),)
+                self.handles = (AfterEvent(device),)
         return result
 
     def is_completed(self) -> bool:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from zero_optim.compat.streams import (
-    Event,
     current_stream,
     is_asynchronous,
     is_capturing,
@@ -80,7 +79,7 @@ class Pending(Generic[T]):
         if tensors and is_asynchronous(device := tensors[0].device):
             record_use(*tensors)  # perhaps made on another stream, to which their memory goes back
             if not is_capturing(device):  # which has no event to query
-                self._behind = AfterEvent(device, recorded_event(device)), current_stream(device)
+                self._behind = AfterEvent(device), current_stream(device)
         self._has_ended = True
 
     def _wait_behind(self, end: "AfterEvent", first: object) -> None:
@@ -97,11 +96,11 @@ def _made_again(
 
 
 class AfterEvent:
-    """What a stream has done until an event, as a handle of the backend; None without streams."""
+    """What the current stream has done until now, as a handle of the backend."""
 
-    def __init__(self, device: torch.device, event: Event | None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.event = event
+        self.event = recorded_event(device)  # None without streams
 
     def wait(self) -> None:
         """Let the current stream wait."""
