@@ -20,7 +20,7 @@ from zero_optim.compat.autograd import register_with_pytorch
 from zero_optim.dtensor.placement import group_in
 from zero_optim.explain import Explanation, explain, summary
 from zero_optim.health.watchdog import OnStall, learn_addresses, patient, unwatch, watch
-from zero_optim.iteration import Iteration
+from zero_optim.iteration.iteration import Iteration
 from zero_optim.plan.costs import Cost, CostName
 from zero_optim.plan.pieces import Pieces
 from zero_optim.shard.lazy import LazyGather, check_reader

@@ -10,7 +10,6 @@ Note [Filled module by module]
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from zero_optim.shard.row_bucket import RowBucket
 Init = Callable[[nn.Module], object]
 _AT_ONCE = 16  # broadcasts under way
 _BUFFERS_AT_ONCE = 250 * 2**20  # bytes, as in PyTorch's DDP
-_nbytes = attrgetter("nbytes")
 
 
 @torch.no_grad()
@@ -156,7 +154,8 @@ class UnitFiller:
         if not self.unfilled and not has_meta(model):
             self._waiting = []
         self._visit(model, None)
-        for portion in sorted(self._waiting or (), key=lambda each: max(map(_nbytes, each), default=0)):
+        portions = self._waiting or ()
+        for portion in sorted(portions, key=lambda each: max((param.nbytes for param in each), default=0)):
             self._close(portion)  # equal ones in the order of modules
         for bucket in set(self._bucket_of.values()):
             bucket.release()

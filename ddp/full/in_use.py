@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,8 +43,6 @@ from zero_optim.shard.wide_bucket import WideBucket
 
 if TYPE_CHECKING:
     from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
-
-_MODULE = attrgetter("module")
 
 
 class UnitsInUse(ModuleCalls, Uncopied):
@@ -128,7 +125,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
     # ------------------------------------------------------------------ forward
 
     def _num_users(self, unit: Unit) -> int:
-        in_calls = list(map(self._unit_of.get, map(_MODULE, self.under_way)))
+        in_calls = [self._unit_of[call.module] for call in self.under_way]
         return self._requested.count(unit) + in_calls.count(unit)
 
     def begin_pass(self, args: Any, kwargs: Any) -> Any:  # noqa: ANN401 - the user's

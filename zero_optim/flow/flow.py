@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
@@ -19,8 +18,6 @@ from zero_optim.compat.signals import wait_for
 from zero_optim.compat.streams import StreamBeside, is_asynchronous
 from zero_optim.compat.threads import start_thread
 from zero_optim.flow.pending import Pending
-
-_IS_UNCLAIMED = attrgetter("work.is_unclaimed")
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +63,7 @@ class Flow:
     def is_unclaimed(self) -> bool:
         """Whether somebody has still to wait for some work."""
         with self._lock:
-            return any(map(_IS_UNCLAIMED, self._entries))
+            return any(entry.work.is_unclaimed for entry in self._entries)
 
     def start(
         self,

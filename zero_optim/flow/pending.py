@@ -1,7 +1,6 @@
 """Started work, of every kind: collectives, what follows them, and what a thread does. No communication."""
 
 from collections.abc import Callable, Sequence
-from operator import methodcaller
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -17,7 +16,6 @@ from zero_optim.compat.streams import (
 )
 
 T = TypeVar("T")
-_WAIT = methodcaller("wait")
 
 
 class Waitable(Protocol):
@@ -75,7 +73,7 @@ class Pending(Generic[T]):
     def _end(self) -> None:
         works, then, tensors = self._works, self._then, self._tensors
         del self._works, self._then, self._tensors  # with what they hold
-        self._value = then(list(map(_WAIT, works)))
+        self._value = then([work.wait() for work in works])
         if tensors and is_asynchronous(device := tensors[0].device):
             record_use(*tensors)  # perhaps made on another stream, to which their memory goes back
             if not is_capturing(device):  # which has no event to query

@@ -23,7 +23,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 
 import torch.distributed as dist
 from torch import Tensor
@@ -38,7 +37,6 @@ _LOOK = 0.1  # seconds until a waiting thread looks whether the others are alive
 _LONGEST = 1.0  # seconds for which signal handlers wait
 _GRACE = 0.005  # seconds between two looks of the thread, for a caller to wait for what it has started
 _IDLE = 0.2  # seconds without calls until the thread ends
-_IS_PENDING = attrgetter("num_pending")
 _HEAD = ctypes.c_uint64 * (LINE // 8)  # number of the call, its kind, bytes, tag, bytes in the ring
 
 GAVE_UP = "of the group has given up"  # it knows why, and tells
@@ -163,7 +161,7 @@ class SharedMemory:
         self._segments[peer].ring((next(self._bells) * self.size + self.rank) % 2**32)
 
     def _ended(self, *, waits: bool = False) -> list[HostWork]:
-        ended = list(itertools.filterfalse(_IS_PENDING, self._works))
+        ended = [work for work in self._works if not work.num_pending]
         for work in ended:
             self._works.remove(work)
         if ended and len(self._waiting) > waits:

@@ -178,11 +178,6 @@ class Engine:
         """Return for each bucket whether it trains, or did at an earlier gather."""
         return [was or bucket.is_active for bucket, was in zip(self.buckets, self._active, strict=True)]
 
-    def check_unpinned(self) -> None:
-        """Raise RuntimeError if somebody needs a bucket whole and unchanged. No communication."""
-        for bucket in self.row_buckets:
-            bucket.check_unpinned()
-
     @eager
     def refresh(self) -> None:
         """Wait for gathers, then take over the user's changes: Note [Moving parameters] in `bucket`."""

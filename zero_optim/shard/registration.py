@@ -15,9 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.mesh import agree_between_replicas
-from zero_optim.plan.groups import ParamGroup, describe_options
-from zero_optim.plan.plan import Plan, describe_owners, describe_params
 from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE
 from zero_optim.shard.gathers import start_gather
 from zero_optim.shard.row_bucket import RowBucket
@@ -129,13 +126,6 @@ class Registration:
                 for param, value in wide.values.items():
                     if param in bucket_of:
                         bucket_of[param].take_in(param, value)
-
-    def agree(self, groups: Sequence[ParamGroup], about: Sequence[str], plan: Plan) -> None:
-        """Check that the replicas of a mesh have equal optimizers; all their ranks call."""
-        if self.everyone is not None:
-            described = [*describe_params(groups), *describe_options(groups), *about]
-            items = [*described, *describe_owners(groups, plan)]
-            agree_between_replicas(self.everyone, items)
 
     def hand_over(
         self, buckets: Sequence[RowBucket], group: RankGroup, params: Sequence[Tensor]

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import answering_together, failing_together
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.mesh import agree_between_replicas
 from zero_optim.dtensor.held_bucket import make_held_buckets
 from zero_optim.dtensor.placement import held_among, row_pieces
-from zero_optim.plan.groups import ParamGroup, params_of, short_names
+from zero_optim.plan.groups import ParamGroup, describe_options, params_of, short_names
 from zero_optim.plan.pieces import Piece
-from zero_optim.plan.plan import Plan
+from zero_optim.plan.plan import Plan, describe_owners, describe_params
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.registration import registration_in, registration_of
@@ -62,7 +63,9 @@ def build(
             own.check_dtypes(groups, leaves.stepped_dtype)
             check_reader(read_by, every)
         plan = planned(sharding, own, groups, leaves, about)
-    registration.agree(groups, about, plan)
+    if registration.everyone is not None:  # replicas of a mesh have equal optimizers
+        described = [*describe_params(groups), *describe_options(groups), *about]
+        agree_between_replicas(registration.everyone, [*described, *describe_owners(groups, plan)])
     inputs.note(groups, own, plan.costs)
     pieces = sharding.owned(every, plan)
     with failing_together(everyone):

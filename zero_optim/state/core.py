@@ -99,7 +99,8 @@ class Core:
     def check_weights(self) -> None:
         """Raise if the model holds averaged weights, or somebody needs rows whole."""
         self.owned.average.check_out()
-        self.engine.check_unpinned()
+        for bucket in self.engine.row_buckets:
+            bucket.check_unpinned()
 
     def prepare(self) -> None:
         """Check the parameters before a step, and apply the user's changes; waits for gathers."""
