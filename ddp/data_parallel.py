@@ -25,7 +25,7 @@ from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.inbox import Ties, weakly
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.reducer.reduction import Hook
-from zero_optim.ddp.reducer_adapters import TorchLoggerAdapter, TorchReducerAdapter, logging_data
+from zero_optim.ddp.reducer_adapters import TorchLoggerAdapter, TorchReducerAdapter
 from zero_optim.ddp.wrapper_checks import KNOWN, agree_on_model
 from zero_optim.health.watchdog import unwatch, watch
 from zero_optim.iteration.joins import refuse_no_sync
@@ -261,7 +261,19 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
 
     def get_ddp_logging_data(self) -> dict[str, int | str]:
         """Return a part of PyTorch's ``_get_ddp_logging_data``, without times; no communication."""
-        return logging_data(self._own())
+        reducer = self._own()
+        sizes = ", ".join(str(bucket.nbytes) for bucket in reducer.assignment.buckets)
+        return {
+            "world_size": reducer.group.size,
+            "bucket_cap_bytes": reducer.options.bucket_caps_nbytes[-1],
+            "bucket_sizes": sizes,
+            "has_rebuilt_buckets": int(reducer.has_rebuilt),
+            "num_buckets_reduced": reducer.history.num_buckets_reduced,
+            "can_set_static_graph": int(reducer.history.looks_static),
+            **({"rebuilt_bucket_sizes": sizes} if reducer.has_rebuilt else {}),
+            **({"comm_hook": reducer.slot.name} if reducer.slot.name else {}),
+            **({"static_graph": 1} if reducer.options.static_graph else {}),
+        }
 
     _get_ddp_logging_data = get_ddp_logging_data
 

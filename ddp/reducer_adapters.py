@@ -89,23 +89,3 @@ class TorchLoggerAdapter:
     def _ignore(self, *_: object) -> None: ...
 
     set_runtime_stats_and_log = set_error_and_log = _set_static_graph = _set_uneven_input_join = _ignore
-
-
-def logging_data(reducer: Reducer) -> dict[str, int | str]:
-    """Return facts about the comm hook and the buckets under PyTorch's names."""
-    history = reducer.history
-    sizes = ", ".join(str(bucket.nbytes) for bucket in reducer.assignment.buckets)
-    rebuilt = {"rebuilt_bucket_sizes": sizes} if reducer.has_rebuilt else {}
-    hook = {"comm_hook": reducer.slot.name} if reducer.slot.name else {}
-    static = {"static_graph": 1} if reducer.options.static_graph else {}
-    return {
-        "world_size": reducer.group.size,
-        "bucket_cap_bytes": reducer.options.bucket_caps_nbytes[-1],
-        "bucket_sizes": sizes,
-        "has_rebuilt_buckets": int(reducer.has_rebuilt),
-        "num_buckets_reduced": history.num_buckets_reduced,
-        "can_set_static_graph": int(history.looks_static),
-        **rebuilt,
-        **hook,
-        **static,
-    }
