@@ -15,7 +15,6 @@ from zero_optim.ddp.owners.sharded_module import Accumulate, ShardedModule
 from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.inbox import Ties, weakly
 from zero_optim.ddp.wrapper_checks import REFUSED, check_optimizer, check_wrapping
-from zero_optim.iteration.joins import NO_JOIN
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 
 
@@ -74,7 +73,11 @@ class ShardedDataParallel(ShardedModule, DistributedDataParallel):
     """
 
     _STAGE = 2
-    _WITHOUT_JOIN = NO_JOIN
+    _WITHOUT_JOIN = (
+        "each gradient is sent only to the rank that owns it. For uneven inputs use stage 1: "
+        "ZeroRedundancyOptimizer with PyTorch's or zero_optim.ddp's DistributedDataParallel. Or give every "
+        "rank as many batches"
+    )
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -268,10 +268,3 @@ class GradBucket:
     def is_last(self) -> bool:
         """Whether this is the last bucket of the backward pass."""
         return self._bucket.is_last
-
-
-def tensor_of(value: Any) -> Tensor | None:  # noqa: ANN401 - whatever a hook's future holds
-    """Return a result that is a tensor, or the only one of a list."""
-    if isinstance(value, list | tuple) and len(value) == 1:
-        value = value[0]
-    return value if isinstance(value, Tensor) else None

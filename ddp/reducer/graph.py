@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from zero_optim.compat.autograd import in_distributed_autograd, will_run
+from zero_optim.compat.autograd import will_run
 
 
 def tensors_in(value: object) -> list[Tensor]:
@@ -90,16 +90,6 @@ def _nodes_behind(nodes: Iterable[Node]) -> Iterator[Node]:
 def accumulates(leaf: Tensor) -> bool:
     """Whether the running backward pass gives a leaf a gradient; for one of its hooks."""
     return leaf.requires_grad and will_run(get_gradient_edge(leaf).node)
-
-
-def refuse_distributed_autograd() -> None:
-    """Raise RuntimeError in a ``torch.distributed.autograd`` context, which keeps gradients itself."""
-    if in_distributed_autograd():
-        raise RuntimeError(
-            "zero_optim.ddp does not work with torch.distributed.autograd: gradients go to its context, and "
-            "would not be reduced. Use torch.nn.parallel.DistributedDataParallel in a "
-            "torch.distributed.autograd.context(), or leave the context out if nothing is computed by RPC"
-        )
 
 
 class UnusedSearch:

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.compat.autograd import in_backward, shadowed_pass
+from zero_optim.compat.autograd import in_backward, in_distributed_autograd, shadowed_pass
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.ddp.reducer.assignment import BucketAssignment, History, ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassWithGraph, Phase
-from zero_optim.ddp.reducer.graph import UnusedSearch, refuse_distributed_autograd, tensors_in
+from zero_optim.ddp.reducer.graph import UnusedSearch, tensors_in
 from zero_optim.ddp.reducer.inbox import Inbox, Ties, announce_backward, remove, weakly, when_backward_ends
 from zero_optim.ddp.reducer.reduction import Hook, HookSlot, Launch
 from zero_optim.ddp.reducer.report import WITHOUT_GRAPH, WRAPPED_ANEW, FailureReport
@@ -145,7 +145,12 @@ class Reducer:
     def prepare(self, outputs: object) -> None:
         """Expect passes from now on, and look at an output before the user gets it; ranks do so alike."""
         self._is_expected = True
-        refuse_distributed_autograd()
+        if in_distributed_autograd():
+            raise RuntimeError(
+                "zero_optim.ddp does not work with torch.distributed.autograd: gradients go to its context, "
+                "and would not be reduced. Use torch.nn.parallel.DistributedDataParallel in a "
+                "torch.distributed.autograd.context(), or leave the context out if nothing is computed by RPC"
+            )
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         if self.options.find_unused_parameters and not self.options.static_graph:
             self._search.look(tensors)

@@ -12,7 +12,7 @@ from torch.futures import Future
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat import private
-from zero_optim.ddp.reducer.gradient_bucket import GradBucket, ReducerBucket, tensor_of
+from zero_optim.ddp.reducer.gradient_bucket import GradBucket, ReducerBucket
 from zero_optim.errors import message_of
 from zero_optim.flow.pending import Pending
 
@@ -86,8 +86,8 @@ class HookSlot:
 
         def reduced(values: list[Any]) -> Tensor:
             value = values[0]
-            result = tensor_of(value)
-            if result is None:
+            result = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+            if not isinstance(result, Tensor):
                 raise TypeError(
                     f"the future returned by the comm hook {name} holds {type(value).__name__}: "
                     "expected one tensor, shaped like bucket.buffer()"

@@ -20,13 +20,6 @@ from zero_optim.state.core import Core
 from zero_optim.state.moving import RowMap, move
 from zero_optim.step.join import Status, exchange, ranks_that
 
-NO_JOIN = (
-    "each gradient is sent only to the rank that owns it. For uneven inputs use stage 1: "
-    "ZeroRedundancyOptimizer with PyTorch's or zero_optim.ddp's DistributedDataParallel. Or give every rank "
-    "as many batches"
-)
-
-
 _GRAD = "grad"
 # As a stall names it.
 STEP_OF_JOIN = "step inside Join, which each forward pass has, so that none can be under no_sync()"

@@ -41,10 +41,6 @@ _WRITE = (
     "that own them. To convert or move a model, call its .to(), .half() or .cuda() before the first forward "
     "pass"
 )
-_PINNED = (
-    "the parameters of {name} are inside unsharded(): leave it before a step, before averaged weights, and "
-    "before a save or load"
-)
 
 
 class Uncopied:
@@ -227,7 +223,10 @@ class RowBucket(Uncopied, Bucket):
     def check_unpinned(self) -> None:
         """Raise RuntimeError if somebody needs the parameters whole and unchanged."""
         if self._num_pins:
-            raise RuntimeError(_PINNED.format(name=self.label))
+            raise RuntimeError(
+                f"the parameters of {self.label} are inside unsharded(): leave it before a step, before "
+                "averaged weights, and before a save or load"
+            )
 
     def refresh(self) -> None:
         """Raise RuntimeError, before a step, if a parameter is pinned or was given other memory."""

@@ -14,11 +14,6 @@ from torch import Tensor
 from zero_optim.compat.memory import ask_for_huge_pages, give_back_pages
 from zero_optim.compat.streams import record_use
 
-_SHARED = (
-    "the memory of a fully sharded model's parameters was replaced, as share_memory() does: share a copy "
-    "of them"
-)
-
 
 class UnitMemory:
     """The memory of one flat tensor, which PyTorch empties and grows: Note [Storages that are resized]."""
@@ -40,7 +35,10 @@ class UnitMemory:
         """Release the memory after the current stream's work; RuntimeError if it is in shared memory."""
         storage = self.flat.untyped_storage()
         if self.flat.device.type == "cpu" and storage.is_shared():
-            raise RuntimeError(_SHARED)
+            raise RuntimeError(
+                "the memory of a fully sharded model's parameters was replaced, as share_memory() does: "
+                "share a copy of them"
+            )
         if self.is_there:
             record_use(self.flat)  # perhaps it came on another stream, to which the memory goes back
         if storage.resizable():
