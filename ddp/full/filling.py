@@ -170,7 +170,8 @@ class UnitFiller:
         portion = list[Tensor]() if begins else outer
         for child in module.children():
             self._visit(child, portion)
-        if self._needs_init(module, own):
+        has_new = any(param in self.unfilled and param not in self._seen_params for param in own)
+        if has_new or any(tensor.is_meta for _, _, tensor in own_tensors(module)):
             with failing_together(self.group):
                 self._initialize(module, own)
         for param in own:
@@ -189,10 +190,6 @@ class UnitFiller:
             self._bucket_of[param].take_in(param)
             if param in self.former:
                 self.former.pop(param).give_back(param)
-
-    def _needs_init(self, module: nn.Module, own: Sequence[Tensor]) -> bool:
-        has_new = any(param in self.unfilled and param not in self._seen_params for param in own)
-        return has_new or any(tensor.is_meta for _, _, tensor in own_tensors(module))
 
     @torch.no_grad()
     def _initialize(self, module: nn.Module, own: Sequence[Tensor]) -> None:

@@ -47,7 +47,13 @@ class SavedReads:
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int, Unit | None]:
         if is_freed(tensor):
-            self._refuse_freed(tensor)
+            for of in self._units:
+                if any(bucket.shows_freed(tensor) for bucket in of.buckets):
+                    raise RuntimeError(
+                        f"a parameter of {of.name} of shape {tuple(tensor.shape)} is used by another module "
+                        "while it is not whole, so that it shows NaN: make the module that uses it a unit in "
+                        f"which {of.name} is no unit of its own, or leave both to the outermost one"
+                    )
         unit = None
         if tensor.layout is torch.strided:
             unit = self._unit_of.get(private.cdata(tensor.untyped_storage()))
@@ -72,12 +78,3 @@ class SavedReads:
                 f"was saved at version {version}. A step or a load counts as a write to the parameters"
             )
         return tensor
-
-    def _refuse_freed(self, tensor: Tensor) -> None:
-        for unit in self._units:
-            if any(bucket.shows_freed(tensor) for bucket in unit.buckets):
-                raise RuntimeError(
-                    f"a parameter of {unit.name} of shape {tuple(tensor.shape)} is used by another module "
-                    "while it is not whole, so that it shows NaN: make the module that uses it a unit in "
-                    f"which {unit.name} is no unit of its own, or leave both to the outermost one"
-                )

@@ -25,8 +25,17 @@ class StreamOrder:
     def came(self, number: int) -> None:
         """Note, before its copy, that a gradient of a bucket has come on the current stream."""
         stream = streams.current_stream(self._device)
-        if stream != self._last[number]:
-            self._change(number, stream)
+        if stream == self._last[number]:
+            return
+        if stream not in self._behind_begin:
+            streams.wait_for_event(self._device, self._begun)
+            self._behind_begin.append(stream)
+        last, self._last[number] = self._last[number], stream
+        others = self._others[number]
+        others.pop(stream, None)  # what this stream was given before comes first anyway
+        if last is not None:
+            with streams.using_stream(self._device, last):
+                others[last] = streams.recorded_event(self._device)
 
     def join(self, number: int) -> bool:
         """Make the current stream wait for the others of a bucket; return whether there were any."""
@@ -38,14 +47,3 @@ class StreamOrder:
             streams.wait_for_event(self._device, event)
         self._others[number] = {}
         return True
-
-    def _change(self, number: int, stream: streams.Stream) -> None:
-        if stream not in self._behind_begin:
-            streams.wait_for_event(self._device, self._begun)
-            self._behind_begin.append(stream)
-        last, self._last[number] = self._last[number], stream
-        others = self._others[number]
-        others.pop(stream, None)  # what this stream was given before comes first anyway
-        if last is not None:
-            with streams.using_stream(self._device, last):
-                others[last] = streams.recorded_event(self._device)

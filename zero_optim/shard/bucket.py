@@ -172,8 +172,7 @@ class Bucket:
 
     def written(self) -> list[tuple[int, int]]:
         """Return the places, as addresses, of parameters with replaced ``data``: `refresh` writes there."""
-        moved = [] if self._in_flat is None else self._in_flat.moved()
-        return self._in_flat.places(moved) if self._in_flat is not None and moved else []
+        return [] if self._in_flat is None else self._in_flat.places(self._in_flat.moved())
 
     def refresh(self) -> None:
         """Take over the user's changes; RuntimeError if a dtype, device or shape changed."""
