@@ -40,6 +40,35 @@ def is_pytorchs(optimizer: object) -> bool:
 # ---------------------------------------------------------------------- optim and isinstance
 
 
+def own_part(optimizer: Any) -> dict[str, Any]:
+    """The state that a rank owns, by index, as trainers find it with private names of PyTorch's class."""
+    optimizer._check_overlap_initialized()
+    optimizer._sync_param_groups(optimizer.param_groups, optimizer.optim.param_groups)
+    local = optimizer.optim.state_dict()
+    found = super(ZeroRedundancyOptimizer, optimizer).state_dict()
+    members = optimizer._partition_parameters()[dist.get_rank()]
+    for own, group in zip(local["param_groups"], members, strict=True):
+        for index, param in zip(own["params"], group["params"], strict=True):
+            found["state"][optimizer._param_to_index[param]] = local["state"][index]
+    return found
+
+
+@on_ranks(2)
+def test_trainers_find_a_ranks_own_state_by_the_private_names_of_pytorchs_class() -> None:
+    (plain, sharded), (_, other) = pair_of(AdamW, lr=0.1), pair_of(AdamW, lr=0.1)
+    train_both(plain, sharded, 2)
+    sharded.param_groups[0]["lr"] = plain.param_groups[0]["lr"] = 0.05
+    part = own_part(sharded)
+    assert part["param_groups"][0]["lr"] == sharded.optim.param_groups[0]["lr"] == 0.05
+    every = sharded._all_params
+    assert [every[index] for index in sorted(part["state"])] == sharded.owned_parameters()
+    with torch.no_grad():
+        for mine, value in zip(params_of(other), params_of(sharded), strict=True):
+            mine.copy_(value)
+    other.load_state_dict(part)
+    train_both(plain, other, 2, first=2)
+
+
 class Framework(ZeroRedundancyOptimizer):
     """As frameworks write it: positional arguments, a state dict that consolidates by itself."""
 

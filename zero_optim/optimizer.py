@@ -22,6 +22,7 @@ from zero_optim.explain import Explanation, explain, summary
 from zero_optim.health.watchdog import OnStall, learn_addresses, patient, unwatch, watch
 from zero_optim.iteration.iteration import Iteration
 from zero_optim.plan.costs import Cost, CostName
+from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.pieces import Pieces
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.registration import registration_in
@@ -522,6 +523,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         its ``state`` is of these. `state` is of the model's parameters.
         """
         return views.local_view(self.core)
+
+    _all_params = _part("core.params", "All parameters, in order.")
+
+    @property
+    def _param_to_index(self) -> dict[Tensor, int]:
+        return {param: index for index, param in enumerate(self.core.params)}
+
+    def _partition_parameters(self) -> list[list[ParamGroup]]:
+        return views.partition(self.core)
+
+    def _check_overlap_initialized(self) -> None:
+        """Do nothing: ours is ready when it is built."""
+
+    _sync_param_groups = staticmethod(views.sync_options)
 
 
 def require_ours(optimizer: object) -> None:

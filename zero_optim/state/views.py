@@ -9,16 +9,18 @@ Note [Steps that are none]
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_optim.dtensor.placement import local_rows
-from zero_optim.plan.groups import ParamGroup
+from zero_optim.plan.groups import ParamGroup, options_of
+from zero_optim.plan.pieces import piece_of
 from zero_optim.state.core import Core
 
 _DCP = "torch.distributed.checkpoint.state_dict"
@@ -72,3 +74,19 @@ def local_view(core: Core) -> Optimizer | OptimizerView:
     core.owned.leaves.follow()
     optimizers, groups = core.owned.local.shown()
     return optimizers[0] if len(optimizers) == 1 else OptimizerView(optimizers, groups, core.state)
+
+
+def partition(core: Core) -> list[list[ParamGroup]]:
+    """List for each rank the groups, with the parameters of which it owns rows."""
+
+    def members(group: ParamGroup, rank: int) -> list[Tensor]:
+        return [param for param in group["params"] if piece_of(core.sharding.pieces[param], rank) is not None]
+
+    ranks = range(core.ranks.size)
+    return [[{**group, "params": members(group, rank)} for group in core.groups] for rank in ranks]
+
+
+def sync_options(source: Sequence[ParamGroup], target: Sequence[ParamGroup]) -> None:
+    """Copy the options of groups to others."""
+    for group, other in zip(source, target, strict=True):
+        other.update(options_of(group))
