@@ -40,6 +40,28 @@ def is_pytorchs(optimizer: object) -> bool:
 # ---------------------------------------------------------------------- optim and isinstance
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("case", ["cuts", "masters"])
+def test_state_of_optim_is_found_by_the_parameters_of_the_model(case: str) -> None:
+    """The entries of a parameter of the model are found, and those of what ``param_groups`` has."""
+    dtype = torch.bfloat16 if case == "masters" else torch.float32
+    options: dict[str, Any] = {"master_dtype": torch.float32} if case == "masters" else {}
+    sharded = ZeroRedundancyOptimizer(make_params(((256, 300), (7,)), dtype), AdamW, lr=0.1, **options)
+    assert any(len(pieces) > 1 for pieces in sharded.pieces().values()) or case == "masters"
+    set_grads(params_of(sharded), 0)
+    sharded.step()
+    local: Any = sharded.optim
+    assert isinstance(local, AdamW)
+    assert local.defaults["lr"] == 0.1
+    assert {param for param in params_of(sharded) if param in local.state} == set(sharded.owned_parameters())
+    for param, leaf in zip(sharded.owned_parameters(), params_of(local), strict=True):
+        assert leaf in local.state
+        assert torch.equal(local.state[param]["exp_avg"], local.state[leaf]["exp_avg"])
+    assert local.state_dict()["state"].keys() == set(range(len(sharded.owned_parameters())))
+    local.mark = 3
+    assert sharded.optim.mark == 3  # type: ignore[union-attr]
+
+
 def own_part(optimizer: Any) -> dict[str, Any]:
     """The state that a rank owns, by index, as trainers find it with private names of PyTorch's class."""
     optimizer._check_overlap_initialized()

@@ -519,8 +519,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def optim(self) -> Optimizer | views.OptimizerView:
         """This rank's local optimizer, or with several classes a view of all; only read it. No communication.
 
-        Its ``param_groups`` have what this rank steps until the next step: parameters, rows, or masters, and
-        its ``state`` is of these. `state` is of the model's parameters.
+        Its ``param_groups`` have what this rank steps until the next step: parameters, rows, or masters. Its
+        ``state`` takes these and the model's parameters.
         """
         return views.local_view(self.core)
 

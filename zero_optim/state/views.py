@@ -69,11 +69,35 @@ class OptimizerView:
     state: Mapping[Any, Any]
 
 
+class LocalView:
+    """An optimizer over leaves, ``isinstance`` included, with state indexed by the model's parameters."""
+
+    def __init__(self, optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
+        vars(self).update(_optimizer=optimizer, state=state)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # noqa: ANN401 - the user's class
+        """The class of the optimizer."""
+        return type(vars(self)["_optimizer"])
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the class has
+        return getattr(vars(self)["_optimizer"], name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(vars(self)["_optimizer"], name, value)
+
+    def __repr__(self) -> str:
+        return repr(vars(self)["_optimizer"])
+
+
 def local_view(core: Core) -> Optimizer | OptimizerView:
     """Return `ZeroRedundancyOptimizer.optim`."""
     core.owned.leaves.follow()
     optimizers, groups = core.owned.local.shown()
-    return optimizers[0] if len(optimizers) == 1 else OptimizerView(optimizers, groups, core.state)
+    if len(optimizers) > 1:
+        return OptimizerView(optimizers, groups, core.state)
+    is_by_param = not (core.owned.leaves.separate or core.owned.average.averages)
+    return optimizers[0] if is_by_param else LocalView(optimizers[0], core.state)  # type: ignore[return-value]
 
 
 def partition(core: Core) -> list[list[ParamGroup]]:
