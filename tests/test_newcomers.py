@@ -19,6 +19,7 @@ from training import (
     assert_same_bits,
     assert_same_state,
     make_params,
+    pair_of,
     params_of,
     set_grads,
     train_both,
