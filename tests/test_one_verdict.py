@@ -78,7 +78,7 @@ class Sockets:
     def close(self) -> None:
         self.over.set()
         for each in self.listeners:
-            each.stop()
+            each.wake()
         for thread in self.threads:
             thread.join(LIMIT)
         for each in self.listeners:

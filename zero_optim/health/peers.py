@@ -67,20 +67,26 @@ class Listener:
         self.socket = socket.create_server((host, 0), family=family, backlog=1024)
         self.socket.setblocking(False)
         self._asking: dict[socket.socket, bytearray] = {}  # connections, and what has come of each question
+        self._receiver, self._sender = socket.socketpair()  # for `wake`
+        for end in (self._receiver, self._sender):
+            end.setblocking(False)
         port = self.socket.getsockname()[1]
         self.address = Address(host, port, secrets.token_hex(16), socket.gethostname())
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a question, or some seconds; True for a question, or after `stop`."""
+        """Wait for a question, a `wake`, or some seconds; True for a question."""
         with _Selector() as selector:
-            for each in (self.socket, *self._asking):
+            for each in (self.socket, self._receiver, *self._asking):
                 selector.register(each, selectors.EVENT_READ)
-            return bool(selector.select(seconds))
+            ready = {key.fileobj for key, _ in selector.select(seconds)}
+        if self._receiver in ready:
+            self._receiver.recv(4096)
+        return bool(ready - {self._receiver})
 
-    def stop(self) -> None:
-        """Take no more questions, and end a `wait`, from any thread."""
-        with suppress(OSError):  # it is closed, or this system refuses; then the wait ends by itself
-            self.socket.shutdown(socket.SHUT_RDWR)
+    def wake(self) -> None:
+        """End a `wait`, from any thread, also during garbage collection."""
+        with suppress(OSError):  # it has ended, or has been woken often enough
+            self._sender.send(b"\0")
 
     def answer(self, answer: Answer) -> None:
         """Answer the questions that have come; does not wait for those that have not come whole."""
@@ -126,7 +132,7 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening."""
-        for each in (self.socket, *self._asking):
+        for each in (self.socket, self._receiver, self._sender, *self._asking):
             each.close()
 
 

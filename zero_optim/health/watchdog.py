@@ -125,17 +125,19 @@ class Watchdog:
         self._verdicts.exits |= on_stall == "exit"
         limit = min(group.phase.limits(group.works.limit))
         self._interval = min(self._interval, max(limit / 20, 0.05))
+        self._listener.wake()
         return True
 
     def drop(self, user: object) -> None:
         """Drop a user, if it was added."""
         with self._lock:
             self._users.discard(user)
+        self._listener.wake()
 
     def end(self) -> None:
         """End the thread and wait for it; the interpreter calls it at exit."""
         self._end_if_unused(at_once=True)
-        self._listener.stop()
+        self._listener.wake()
         self._thread.join(_LONGEST_END)
 
     def _run(self) -> None:
