@@ -101,7 +101,7 @@ class Watchdog:
         current = weakref.ref(world)
         self.directory = Directory(lambda: current() is not None and dist.group.WORLD is current())
         self._verdicts = Verdicts(log, self.directory)
-        self._users = WeakSet[Any]()
+        self._users: WeakKeyDictionary[Any, weakref.finalize[Any, Any]] = WeakKeyDictionary()
         self._interval = _LONGEST_LOOK
         self._lock = threading.RLock()  # a signal handler may build and save too
         self._is_over = False
@@ -121,7 +121,10 @@ class Watchdog:
         with self._lock:
             if self._is_over:
                 return False
-            self._users.add(user)
+            if user not in self._users:
+                finalizer = weakref.finalize(user, self._listener.wake)  # called after it has left the users
+                finalizer.atexit = False
+                self._users[user] = finalizer
         self._verdicts.exits |= on_stall == "exit"
         limit = min(group.phase.limits(group.works.limit))
         self._interval = min(self._interval, max(limit / 20, 0.05))
@@ -131,8 +134,10 @@ class Watchdog:
     def drop(self, user: object) -> None:
         """Drop a user, if it was added."""
         with self._lock:
-            self._users.discard(user)
-        self._listener.wake()
+            finalizer = self._users.pop(user, None)
+        if finalizer is not None:
+            finalizer.detach()
+            self._listener.wake()
 
     def end(self) -> None:
         """End the thread and wait for it; the interpreter calls it at exit."""
