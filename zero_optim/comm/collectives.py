@@ -33,14 +33,7 @@ from zero_optim.comm.backends import (
     transport_of,
     unserved,
 )
-from zero_optim.comm.frames import (
-    SHORT,
-    bytes_to_tensor,
-    framed,
-    met_otherwise,
-    tensor_to_bytes,
-    unframed,
-)
+from zero_optim.comm.frames import SHORT, bytes_to_tensor, framed, met_otherwise, tensor_to_bytes, unframed
 from zero_optim.comm.records import ActivityScope
 from zero_optim.comm.traffic import Phase, Timeout, Traffic, broadcast_nbytes, sum_nbytes
 from zero_optim.comm.work_log import GroupWorks, log_of

@@ -12,13 +12,7 @@ from zero_optim.comm.agreement import agreeing, combine_answers, failing_togethe
 from zero_optim.comm.backends import devices_of
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.costs import Cost
-from zero_optim.plan.groups import (
-    ParamGroup,
-    bucket_text,
-    describe_options,
-    param_names,
-    params_of,
-)
+from zero_optim.plan.groups import ParamGroup, bucket_text, describe_options, param_names, params_of
 from zero_optim.plan.pieces import Piece, Pieces, piece_of
 from zero_optim.plan.plan import (
     Plan,
