@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pool import on_ranks
 from training import assert_same_bits
 from zero_optim import ZeroRedundancyOptimizer
-from zero_optim.errors import RemoteRankError
+from zero_optim.errors import RankMismatchError, RemoteRankError
 
 
 def make_model() -> nn.Module:
@@ -186,3 +186,32 @@ def test_an_error_of_clipping_raises_on_joined_ranks_too() -> None:
         clip(1.0, 2.0, True)
     with pytest.raises(TypeError, match="expected max_norm to be a number"):
         clip("much")
+
+
+@on_ranks(2)
+def test_inside_join_a_rank_that_clips_alone_raises_on_every_rank() -> None:
+    _, sharded = made()
+
+    def train() -> None:
+        with Join([sharded]):
+            if dist.get_rank() == 1:
+                sharded.clip_grad_norm_(1.0)
+            sharded.step()
+
+    with pytest.raises(
+        RuntimeError, match=r"ranks \[1\] called clip_grad_norm_\(\), and ranks \[0\] stepped"
+    ):
+        train()
+
+
+@on_ranks(2)
+def test_inside_join_ranks_that_clip_with_other_arguments_raise_on_every_rank() -> None:
+    _, sharded = made()
+
+    def train() -> None:
+        with Join([sharded]):
+            sharded.clip_grad_norm_(1.0 + dist.get_rank())
+            sharded.step()
+
+    with pytest.raises(RankMismatchError, match=r"clip_grad_norm_: rank 0 has max_norm=1\.0, .* rank 1 has"):
+        train()

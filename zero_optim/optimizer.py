@@ -275,7 +275,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         With sharded gradients and cuts its last bits may differ from PyTorch's. One small collective; the CPU
         waits for it and the gradients. If an accelerator's group has a CPU backend, two: the CPU waits for
         ranks, but for gradients only with ``error_if_nonfinite``. Inside ``Join`` each active rank clips for
-        itself, as its gradients are whole.
+        itself, as its gradients are whole; all of them must, with equal arguments, or the step raises.
 
         Raises:
             RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is True.

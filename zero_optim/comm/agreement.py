@@ -96,9 +96,7 @@ def failing_together(group: RankGroup | None) -> Ballot:
 
 def one_error(group: RankGroup, error: BaseException | None) -> BaseException:
     """Return what this rank raises if any has an error, as a `Ballot`; all ranks call. Two collectives."""
-    heard = None
-    if group.size > 1:  # one that clips alone calls itself a group of one
-        heard = hear_failure(group, None if error is None else failure_of(error))
+    heard = hear_failure(group, None if error is None else failure_of(error))
     raised = error if heard is None else heard
     assert raised is not None  # a rank has failed
     return raised

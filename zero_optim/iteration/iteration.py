@@ -122,7 +122,8 @@ class Iteration:
         if scaling is None and failure is None and not in_join:
             return True
         status, found_inf = (Status.NOTHING, None) if scaling is None else (Status.DEAF, scaling.found_inf)
-        statuses = exchange(core.group, status, found_inf=found_inf, failure=failure)
+        clips = self.joins.take_clips()
+        statuses = exchange(core.group, status, found_inf=found_inf, failure=failure, clips=clips)
         if scaling is not None:
             if ranks_that(statuses, Status.INFINITE):
                 return False
@@ -236,7 +237,8 @@ class Iteration:
                 )
             core.check_gradients()
             if self.joins.under_way:  # where gradients are whole
-                return clip_alone(core.group, core.params, arguments)
+                self.joins.note_clip(str(arguments))
+                return clip_alone(core.params, arguments)
         except (RuntimeError, ValueError, TypeError) as failure:
             if self.joins.under_way and self.joins.announce():
                 exchange(core.group, Status.NOTHING, failure=failure)
@@ -257,6 +259,7 @@ class Iteration:
                 "Join needs parameters that every rank has whole, and some are DTensors here: a rank without "
                 "inputs would not take part in FSDP2's collectives either"
             )
+        self.joins.join_hook()
         return ShadowHook(self.shadow)
 
     def shadow(self) -> None:

@@ -54,6 +54,7 @@ class Joins(Joinable):
         super().__init__()
         _JOINS.add(self)
         self._core = core
+        self._clips: list[str] = []  # the arguments of each since the last step
 
     def release(self) -> None:
         """Begin anew: PyTorch leaves the configuration as the last Join set it."""
@@ -65,7 +66,8 @@ class Joins(Joinable):
         return bool(self._join_config.enable)
 
     def join_hook(self, **kwargs: object) -> JoinHook:
-        """Return a hook that does nothing: the optimizer's own does the work."""
+        """Begin an epoch. The optimizer's own hook does the work."""
+        self._clips = []
         return JoinHook()
 
     @property
@@ -82,6 +84,15 @@ class Joins(Joinable):
         """Report to ``Join`` that this rank is active in this iteration; return whether there is one."""
         Join.notify_join_context(self)
         return bool(self._join_config.enable)
+
+    def note_clip(self, arguments: str) -> None:
+        """Note with what this rank has clipped, which the others hear of before the step."""
+        self._clips.append(arguments)
+
+    def take_clips(self) -> str:
+        """Return what was noted since the last step."""
+        clips, self._clips = self._clips, []
+        return "; ".join(clips)
 
     def end_step(self) -> None:
         """Wait for lazy gathers: ``Join`` ends with DDP's broadcast, which reads all parameters."""

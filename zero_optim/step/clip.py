@@ -12,7 +12,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from itertools import compress
 from operator import is_
@@ -29,7 +29,7 @@ from zero_optim.compat import private
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.dtensor.placement import is_dtensor
 from zero_optim.plan.description import describe
-from zero_optim.plan.pieces import Pieces, whole_piece
+from zero_optim.plan.pieces import Pieces
 from zero_optim.step.partial import PartialGradient, is_on_host, rows_here
 
 _HEADING_NBYTES = 16  # a byte for failure, then the digest
@@ -121,6 +121,23 @@ def clip_together(
     """Clip by the global norm, and return it; all ranks call. One collective or two; errors on every rank."""
     rows = list(map(rows_here, params))
     norm = _global_norm(group.during("clip"), params, rows, slots, arguments)
+    return _clipped(params, rows, norm, arguments)
+
+
+def clip_alone(params: Sequence[Tensor], arguments: ClipArguments) -> Tensor:
+    """Clip gradients that each rank has whole, and return their norm. No communication."""
+    order, present = arguments.check(), [param for param in params if param.grad is not None]
+    rows = list(map(rows_here, present))
+    norms = _norms([each for each in rows if each is not None], order, arguments.foreach)
+    places = torch.arange(len(present), device="cpu").unsqueeze(1)
+    norm = _total(present, places, torch.empty(0) if norms is None else norms, order, None)
+    return _clipped(present, rows, norm, arguments)
+
+
+def _clipped(
+    params: Sequence[Tensor], rows: Sequence[Tensor | None], norm: Tensor, arguments: ClipArguments
+) -> Tensor:
+    """Scale gradients, of which ``rows`` are here, by their norm, and return it."""
     if arguments.error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the norm of order {arguments.norm_type} of all gradients is {norm.item()}: they cannot be "
@@ -136,12 +153,6 @@ def clip_together(
     scaled: Any = [SimpleNamespace(grad=rows) for rows in beside]
     torch.nn.utils.clip_grads_with_norm_(scaled, arguments.max_norm, norm, arguments.foreach)
     return norm
-
-
-def clip_alone(group: RankGroup, params: Sequence[Tensor], arguments: ClipArguments) -> Tensor:
-    """Clip gradients that each rank has whole, and return their norm. No communication."""
-    slots = NormSlots([whole_piece(0, param.shape) for param in params], 0, 1)
-    return clip_together(replace(group, rank=0, size=1), params, slots, arguments)
 
 
 def _global_norm(
