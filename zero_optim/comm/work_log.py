@@ -92,11 +92,6 @@ class GroupWorks:
             self.drop_ended()  # calls through it keep it
 
     @property
-    def shared_memory(self) -> "OneHost | SeveralHosts | None":
-        """What sends CPU tensors through memory, if the ranks have it and want it."""
-        return self.memory if self.log.shares_memory else None
-
-    @property
     def whole(self) -> tuple[int, ...]:
         """Global ranks given up with this group: its mesh's, or its own."""
         return self.log.wholes.get(self.ranks, self.ranks)
