@@ -252,7 +252,7 @@ class Engine:
         """Start gathers; of those that this moment waits for, as many at once as memory allows."""
         with task.span:
             for bucket in task.to_gather(buckets):
-                if isinstance(bucket, RowBucket):
+                if bucket.keeps_gather:
                     bucket.keep(task.gather(bucket))
                 elif Operation.WAIT in bucket.schedule.moments[moment]:
                     task.start_awaited(bucket, NUM_FLAT_TENSORS)

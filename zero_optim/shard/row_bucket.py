@@ -67,6 +67,7 @@ class RowBucket(Uncopied, Bucket):
     """A bucket of which this rank keeps its ``row``: Note [Freed in place]. Starts empty."""
 
     schedule = ZERO3
+    keeps_gather = True
 
     def __init__(
         self,
