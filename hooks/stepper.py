@@ -225,7 +225,7 @@ class ZeroStep:
                 under_way.finish_first()
 
     def _before_end(self) -> None:
-        """Queue `_end` behind DDP's callback; wait for the thread here, to measure the wait."""
+        """Queue `_end` behind DDP's callback; wait for the thread before DDP writes gradients."""
         autograd.after_backward(self._end)
         of, is_inner = self._pass, autograd.in_outer_backward()
         if self._overlap.takes_thread and of is not None and (of.is_complete or not is_inner):

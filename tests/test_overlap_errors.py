@@ -5,8 +5,9 @@ import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -260,6 +261,47 @@ def check_broken_off_late(waits: bool) -> None:
 def test_training_goes_on_after_a_backward_pass_that_broke_off(waits: bool, inline: bool) -> None:
     check = check_broken_off_late if inline else check_broken_off
     check(waits)
+
+
+class Disturbed(torch.optim.SGD):
+    """Its step waits for a backward pass that raises; then another thread resets gradients."""
+
+    raised: threading.Event | None = None
+    reset: Callable[[], None] | None = None
+    kept: Sequence[bool] = ()  # whether each step had its gradients all the time
+
+    def grads(self) -> list[Tensor]:
+        return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    def step(self, closure: Any = None) -> Any:
+        if self.raised is not None:
+            self.raised.wait(LIMIT)
+            before, other = [grad.clone() for grad in self.grads()], threading.Thread(target=self.reset)
+            other.start()
+            other.join(0.2)  # not over: it waits for this step
+            now = self.grads()
+            self.kept = *self.kept, len(now) == len(before) and all(map(torch.equal, now, before))
+        return super().step(closure)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_with_which_a_thread_steps_are_reset_when_its_step_is_over(to_none: bool) -> None:
+    """The backward pass has broken off, and the loop goes on."""
+
+    def make(model: nn.Module) -> ZeroRedundancyOptimizer:
+        return ZeroRedundancyOptimizer(model.parameters(), Disturbed, lr=0.1, bucket_cap_mb=0.001)
+
+    model, optimizer = Setting("ours", model=Breaking, optimizer=make).build(overlap=True)
+    plain_step(model, optimizer, 0)  # its buckets have their order then
+    own: Any = optimizer.optim
+    own.raised, own.reset = threading.Event(), partial(optimizer.zero_grad, to_none)
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        model(inputs(1), True).sum().backward()
+    own.raised.set()
+    optimizer.wait_for_gathers()
+    assert own.kept
+    assert all(own.kept), own.kept
 
 
 # ---------------------------------------------------------------------- what is left, what is done between

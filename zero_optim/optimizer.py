@@ -250,6 +250,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         with self.core.group.doing("step()"):
             return self.iteration.step(self, closure, kwargs)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients as in torch.optim; no communication.
+
+        After a backward pass that broke off, a thread may still step with some: it waits for that.
+        """
+        with self.iteration.stepping:
+            super().zero_grad(set_to_none)
+
     def begin_overlapped_step(self, *, joined: bool) -> None:
         """Begin a step during the backward pass, for hooks; see `Overlap.begin`."""
         self._opt_called = True  # for schedulers, which warn if it is step() that never was

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -146,6 +146,11 @@ class Iteration:
     def has_begun(self) -> bool:
         """Whether a backward pass began a step that is not finished."""
         return self._overlap is not None and self._overlap.current is not None
+
+    @property
+    def stepping(self) -> AbstractContextManager[object]:
+        """What keeps another thread from stepping meanwhile; it waits for no other rank."""
+        return nullcontext() if self._overlap is None else self._overlap.stepping
 
     def wait_for_steps(self) -> None:
         """Wait for steps on another thread or stream."""

@@ -6,6 +6,7 @@ thread of the backward pass, in the next bucket's hook: Note [A thread or none] 
 """
 
 import math
+import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -101,6 +102,7 @@ class Overlap:
         self.streams = StreamBeside()
         worker = Worker("zero_step") if self.takes_thread else None
         self.under_way = Flow(1 if worker is None else math.inf, streams=self.streams, thread=worker)
+        self.stepping = threading.RLock()  # held by who steps, or resets gradients, with which a thread steps
         self.core = core
         self._joins = joins
         self._trained: list[frozenset[Tensor]] = []
@@ -313,7 +315,7 @@ class PartTask(Task):
         try:
             core.engine.under_way.wait_for(core.engine.buckets_of(self._gradients))
             if self.failure is None:
-                with core.group.doing(OVERLAPPED_STEP):
+                with self._overlap.stepping, core.group.doing(OVERLAPPED_STEP):
                     core.owned.step(core.groups, None, self._gradients)
         except BaseException as error:  # noqa: BLE001 - raised after the gather, for which others wait
             self.failure = self.failure or error
