@@ -6,6 +6,7 @@ from fake_streams import FakeStream, fake_streams
 from zero_optim.flow.pending import Pending
 from zero_optim.plan.layout import whole
 from zero_optim.shard.row_bucket import RowBucket
+from zero_optim.shard.unit_memory import UnitMemory
 
 
 def test_a_stream_waits_for_a_unit_that_another_stream_has_waited_for() -> None:
@@ -27,3 +28,12 @@ def test_a_stream_waits_for_a_unit_that_another_stream_has_waited_for() -> None:
         assert streams.were_used_on("side", flat)
         bucket.free()
         assert not bucket.is_whole
+
+
+def test_memory_that_another_stream_frees_goes_back_when_that_stream_is_done() -> None:
+    with fake_streams() as streams:
+        memory = UnitMemory(8, torch.float32, torch.device("cpu"))
+        with streams.module.stream(FakeStream("side")):
+            memory.free()
+        was_used = streams.were_used_on("side", memory.flat)
+    assert was_used  # not in one line: pytest would show the freed tensor
