@@ -37,7 +37,7 @@ def plain(gpt: GPT) -> tuple[Any, ZeroRedundancyOptimizer]:
 def overlapped(gpt: GPT) -> tuple[Any, ZeroRedundancyOptimizer]:
     """Step during it."""
     model, optimizer = plain(gpt)
-    model.register_comm_hook(None, zero_step(optimizer, gradients="owners"))
+    model.register_comm_hook(None, zero_step(optimizer))
     return model, optimizer
 
 
@@ -51,7 +51,7 @@ Build = Callable[[GPT], tuple[Any, ZeroRedundancyOptimizer]]
 PICTURES: dict[str, dict[str, tuple[Build, bool]]] = {  # by name: each title, and whether it clips
     "overlap": {
         "step(): all gradients are reduced, then each rank steps what it owns and sends it": (plain, False),
-        "zero_step(optimizer, ...): each bucket is reduced, stepped and sent during the backward pass": (
+        "zero_step(optimizer): each bucket is reduced, stepped and sent during the backward pass": (
             overlapped,
             False,
         ),
@@ -75,7 +75,7 @@ def trace(build: Build, clips: bool, path: Path) -> list[timeline.Span]:
             with record_function(timeline.FORWARD):
                 loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
             with record_function(timeline.BACKWARD):
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
             if clips:
                 optimizer.clip_grad_norm_(1.0)
             optimizer.step()
