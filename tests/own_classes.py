@@ -3,8 +3,9 @@
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,16 @@ from torch.optim import Optimizer
 
 
 class Small(Optimizer):
-    """The usual shape of an optimizer; those below say what they do with one parameter, or with all."""
+    """The usual shape of an optimizer; those below say what they do with one parameter, or with all.
 
-    def __init__(self, params: Any, **defaults: Any) -> None:
-        super().__init__(params, {"lr": 0.1, **defaults})
+    Attributes:
+        options: of a class, beside the rate.
+    """
+
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, {"lr": 0.1, **self.options, **options})
 
     def each(self) -> Iterator[tuple[dict[str, Any], Any]]:
         for group in self.param_groups:
@@ -30,6 +37,9 @@ class Small(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        self.step_all()
+
+    def step_all(self) -> None:
         for group, p in self.each():
             self.update(p, group)
 
@@ -42,8 +52,7 @@ class WarmsUp(Small):
 
     steps = 0
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step_all(self) -> None:
         self.steps += 1
         for group, p in self.each():
             p.add_(p.grad / self.steps, alpha=-group["lr"])
@@ -125,11 +134,9 @@ class KeepsLocks(Small):
 class WritesDown(Small):
     """Writes what it has into its groups, and a count into the state of the first parameter; may use it."""
 
-    def __init__(self, params: Any, uses: str = "", begin: int = 50, **options: Any) -> None:
-        super().__init__(params, uses=uses, begin=begin, **options)
+    options = MappingProxyType({"uses": "", "begin": 50})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step_all(self) -> None:
         for group in self.param_groups:
             members = [p for of, p in self.each() if of is group]
             group.setdefault("numel", sum(p.numel() for p in group["params"]))
@@ -156,11 +163,9 @@ class WritesDown(Small):
 class CouplesLarge(Small):
     """Scales by a common norm, but only parameters above a size."""
 
-    def __init__(self, params: Any, above: int = 4096, **options: Any) -> None:
-        super().__init__(params, above=above, **options)
+    options = MappingProxyType({"above": 4096})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step_all(self) -> None:
         large = [p.grad.square().sum() for group, p in self.each() if p.numel() >= group["above"]]
         for group, p in self.each():
             total = sum(large, torch.zeros(())).sqrt() if p.numel() >= group["above"] else torch.ones(())
@@ -170,11 +175,9 @@ class CouplesLarge(Small):
 class CouplesLate(Small):
     """Scales by a common norm, but only from a step on."""
 
-    def __init__(self, params: Any, begin: int = 50, **options: Any) -> None:
-        super().__init__(params, begin=begin, count=0, **options)
+    options = MappingProxyType({"begin": 50, "count": 0})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step_all(self) -> None:
         total = sum((p.grad.square().sum() for _, p in self.each()), torch.zeros(())).sqrt()
         for group in self.param_groups:
             group["count"] += 1
@@ -200,8 +203,7 @@ class StateByIndex(Small):
         super().__init__(params, **options)
         self.in_state, self.buffers = in_state, {}
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step_all(self) -> None:
         kept: Any = self.state if self.in_state else self.buffers
         every = [(group, p) for group in self.param_groups for p in group["params"]]
         for index, (group, p) in enumerate(every):
@@ -213,11 +215,9 @@ class StateByIndex(Small):
 class ClipsGlobally(Small):
     """Scales all gradients by their common norm, when it is above a threshold."""
 
-    def __init__(self, params: Any, max_norm: float = 1.0, **options: Any) -> None:
-        super().__init__(params, max_norm=max_norm, **options)
+    options = MappingProxyType({"max_norm": 1.0})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step_all(self) -> None:
         total = sum((p.grad.square().sum() for _, p in self.each()), torch.zeros(())).sqrt()
         for group, p in self.each():
             p.add_(p.grad * (group["max_norm"] / total).clamp(max=1), alpha=-group["lr"])
@@ -226,8 +226,7 @@ class ClipsGlobally(Small):
 class GlobalCounter(Small):
     """Decays by steps it counts in an entry of the state that is no parameter's."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step_all(self) -> None:
         k = self.state["k"] = self.state.get("k") or torch.zeros(())
         k += 1
         for group, p in self.each():
@@ -237,8 +236,7 @@ class GlobalCounter(Small):
 class GroupCoupled(Small):
     """Groups after the first are damped when the first has large gradients."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step_all(self) -> None:
         first = [p.grad.abs().max() for p in self.param_groups[0]["params"] if p.grad is not None]
         damp = 0.1 if any(size > 100 for size in first) else 1.0
         for group, p in self.each():
@@ -248,8 +246,7 @@ class GroupCoupled(Small):
 class StacksEqualShapes(Small):
     """Normalises parameters of equal shape together."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step_all(self) -> None:
         by_shape: dict[torch.Size, list[Tensor]] = {}
         for _, p in self.each():
             by_shape.setdefault(p.shape, []).append(p)
@@ -262,11 +259,9 @@ class StacksEqualShapes(Small):
 class BlocksAcross(Small):
     """Scales by the largest of every 256 elements of all gradients in a row, if there are enough."""
 
-    def __init__(self, params: Any, least: int = 0, **options: Any) -> None:
-        super().__init__(params, least=least, **options)
+    options = MappingProxyType({"least": 0})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step_all(self) -> None:
         every = list(self.each())
         flat = torch.cat([torch.zeros(0), *(p.grad.reshape(-1) for _, p in every)])
         rows = torch.nn.functional.pad(flat, (0, -len(flat) % 256)).reshape(-1, 256)
@@ -287,8 +282,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 class Langevin(Small):
     """Adds noise, from the global random numbers of one library or another."""
 
-    def __init__(self, params: Any, source: str = "torch", unused: object = None) -> None:
-        super().__init__(params, source=source)
+    options = MappingProxyType({"source": "torch", "unused": None})
 
     def update(self, p: Any, group: dict[str, Any]) -> None:
         p.add_(p.grad, alpha=-group["lr"]).add_(DRAWS[group["source"]](p), alpha=1e-2)
@@ -317,8 +311,7 @@ class LeavesMemoryUnwritten(Small):
 
     count = 0
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step_all(self) -> None:
         half = [p for _, p in self.each() if p.dtype == torch.bfloat16]
         norm = sum((float(p.grad.float().norm()) for p in half), 1.0)
         for group, p in self.each():
@@ -334,8 +327,7 @@ class LeavesMemoryUnwritten(Small):
 class ScheduleFree(Small):
     """Counts its steps in the group; has to be told its mode."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, train_mode=False, k=0)
+    options = MappingProxyType({"train_mode": False, "k": 0})
 
     def train(self, mode: bool = True) -> None:
         for group in self.param_groups:
@@ -344,8 +336,7 @@ class ScheduleFree(Small):
     def eval(self) -> None:
         self.train(mode=False)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step_all(self) -> None:
         for group in self.param_groups:
             if not group["train_mode"]:
                 raise RuntimeError("call train() first")
@@ -381,8 +372,7 @@ class NeverMoves(Small):
 class ChangesItsRate(Small):
     """Changes in place the tensor it was given as rate."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step_all(self) -> None:
         for group, p in self.each():
             p.sub_(p.grad * group["lr"])
         for group in self.param_groups:
@@ -442,8 +432,7 @@ class RoundsAtTheEnd(Small):
 class NormedBy(Small):
     """Divides by the norm of the parameter, if an option says so."""
 
-    def __init__(self, params: Any, lr: float = 0.1, *, trust: Any = False, **options: Any) -> None:
-        super().__init__(params, lr=lr, trust=trust, **options)
+    options = MappingProxyType({"trust": False})
 
     def update(self, p: Any, group: dict[str, Any]) -> None:
         p.sub_(p.grad / (p.norm() + 1) if group["trust"] else p.grad, alpha=group["lr"])
@@ -452,15 +441,14 @@ class NormedBy(Small):
 class Counts(NormedBy):
     """Counts in its group, which takes no fraction; trusts where the weight decays."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step_all(self) -> None:
         for group in self.param_groups:
             if type(group["k"]) is not int:
                 raise TypeError("k counts")
             group["k"] += 1
             if "weight_decay" in group:
                 group["trust"] = bool(group["weight_decay"])
-        super().step()
+        super().step_all()
 
 
 class InBlocks(Tensor):

@@ -190,7 +190,7 @@ def test_options_that_can_change_are_tried_again() -> None:
 
     class Switched(own.ClipsGlobally):
         def __init__(self, params: Any, switch: Switch) -> None:
-            super().__init__(params, 1.0 if switch.on else 1e30)
+            super().__init__(params, max_norm=1.0 if switch.on else 1e30)
 
     switch = Switch()
     assert probe(under_test(Switched, {"switch": switch})).separable
@@ -198,7 +198,7 @@ def test_options_that_can_change_are_tried_again() -> None:
     assert not probe(under_test(Switched, {"switch": switch})).separable
 
     def by_list(params: Any, limit: list[float]) -> Optimizer:
-        return own.ClipsGlobally(params, limit[0])
+        return own.ClipsGlobally(params, max_norm=limit[0])
 
     limit = [1e30]
     assert probe(under_test(by_list, {"limit": limit})).separable
