@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -184,6 +185,12 @@ def on_model(
         for one, other in zip(got, expected, strict=True):
             assert torch.equal(one, other), (one, other)
     return found
+
+
+def assert_ordered(*, is_nccl: bool = True, make: Callable[[], Run] | None = None, **run: Any) -> None:
+    """A run on the model of streams has no race on this rank; ``make`` builds it, in the place of `Run`."""
+    found = on_model(make or partial(Run, **run), is_nccl=is_nccl)
+    assert not found, "\n".join(race.text for race in found)
 
 
 # ---------------------------------------------------------------------- what users do

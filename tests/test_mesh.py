@@ -16,8 +16,8 @@ from breaking import Breaks
 from fully import Tower, assert_alike, assert_equal_everywhere, batch, loss_of, whole
 from fully import train as train_on
 from meshes import mesh_of
-from pool import Ranks, on_ranks
-from streams_runs import Found, Run, on_model, pass_again
+from pool import on_ranks
+from streams_runs import assert_ordered, pass_again
 from zero_optim import RankMismatchError, ReductionError, RemoteRankError, ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, ShardedDataParallel
 
@@ -145,13 +145,9 @@ def test_what_does_not_fit_together_is_refused_on_every_rank() -> None:
         wrapped.rebind()
 
 
-def races() -> list[Found]:
-    return on_model(lambda: Run(sharded={}, replicas=2, after=pass_again))
-
-
-def test_streams_wait_for_the_sums_across_replicas(ranks4: Ranks) -> None:
-    for found in ranks4.run(races):
-        assert not found, found[0].text
+@on_ranks(4)
+def test_streams_wait_for_the_sums_across_replicas() -> None:
+    assert_ordered(is_nccl=False, sharded={}, replicas=2, after=pass_again)
 
 
 @on_ranks(4)

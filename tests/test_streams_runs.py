@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from pool import Ranks
+from pool import Ranks, on_ranks
 from streams_runs import (
     Found,
     Run,
+    assert_ordered,
     break_a_pass,
     clip,
     clip_after_another_pass,
@@ -114,28 +115,19 @@ IN_LOOPS = {
 }
 
 
-def races_of(name: str) -> list[Found]:
-    # A save that goes on uses a process group of gloo's, beside whatever else there is.
-    return on_model(lambda: Run(**(RUNS | IN_LOOPS)[name]), is_nccl="a save beside" not in name)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in IN_LOOPS)])
-def test_a_run_is_ordered(ranks2: Ranks, name: str) -> None:
-    for rank, found in enumerate(ranks2.run(races_of, name)):
-        assert not found, "\n".join([f"rank {rank}", *(race.text for race in found)])
+def test_a_run_is_ordered(name: str) -> None:
+    # A save that goes on uses a process group of gloo's, beside whatever else there is.
+    assert_ordered(is_nccl="a save beside" not in name, **(RUNS | IN_LOOPS)[name])
 
 
+@on_ranks(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sharded gradients", "sharded parameters"])
 @pytest.mark.parametrize("loop", ["plain", "checkpointing", "GradScaler", "no_sync", "LoRA"])
-def test_a_run_over_a_mesh_is_ordered(ranks4: Ranks, stage: str, loop: str) -> None:
-    run = STAGES[stage] | LOOPS.get(loop, {}) | {"replicas": 2}
-    for rank, found in enumerate(ranks4.run(races_over_mesh, run)):
-        assert not found, "\n".join([f"rank {rank}", *(race.text for race in found)])
-
-
-def races_over_mesh(run: dict[str, Any]) -> list[Found]:
-    return on_model(lambda: Run(**run), is_nccl=True)
+def test_a_run_over_a_mesh_is_ordered(stage: str, loop: str) -> None:
+    assert_ordered(**STAGES[stage], **LOOPS.get(loop, {}), replicas=2)
 
 
 # ---------------------------------------------------------------------- races that are put back

@@ -18,10 +18,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import test_several_hosts as in_memory
 from parity import assert_row
 from parity_runs import Row, Run, Stage
-from pool import Ranks, on_ranks
+from pool import on_ranks
 from rows import start_sum_of
-from streams_runs import Found, on_model
 from streams_runs import Run as RunOnStreams
+from streams_runs import assert_ordered
 from test_several_hosts import RECIPES, added, places
 from test_streams_runs import LOOPS, STAGES
 from training import assert_same_bits
@@ -224,15 +224,6 @@ def test_where_hosts_cannot_send_in_two_levels_explain_says_why() -> None:
 # ---------------------------------------------------------------------- streams and communicators
 
 
-def races_of(run: dict[str, Any]) -> list[Found]:
-    def make() -> RunOnStreams:
-        found_again()  # the groups' stream is one of the model, or none
-        return RunOnStreams(**run)
-
-    with on_hosts("2 x 2"):
-        return on_model(make, is_nccl=True)
-
-
 RUNS: dict[str, dict[str, Any]] = {
     stage: STAGES[stage] for stage in ("sharded gradients", "sharded parameters")
 }
@@ -240,8 +231,13 @@ RUNS["sharded gradients, no_sync"] = STAGES["sharded gradients"] | LOOPS["no_syn
 RUNS["sharded parameters, checkpointing"] = STAGES["sharded parameters"] | LOOPS["checkpointing"]
 
 
+@on_ranks(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_over_hosts_is_ordered(ranks4: Ranks, name: str) -> None:
-    for rank, found in enumerate(ranks4.run(races_of, RUNS[name])):
-        assert not found, "\n".join([f"rank {rank}", *(race.text for race in found)])
+def test_a_run_over_hosts_is_ordered(name: str) -> None:
+    def make() -> RunOnStreams:
+        found_again()  # the groups' stream is one of the model, or none
+        return RunOnStreams(**RUNS[name])
+
+    with on_hosts("2 x 2"):
+        assert_ordered(make=make)
