@@ -6,7 +6,6 @@ import pickle
 import resource
 import signal
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import nn
 
 from forked import fork_context
 from pool import Ranks, on_ranks
+from survivors import begin_process
 from test_checkpoint import flip, once
 from test_checkpoint_hostile import content_of, write
 from training import set_grads
@@ -71,11 +71,8 @@ def die_at(moment: int) -> None:
 
 
 def save_until_killed(folder: Path, rank: int, victim: int, moment: int) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), 2)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
+    begin_process(folder, rank, 2)
     model, optimizer = training()
     for step in range(8):
         train(model, optimizer, step)

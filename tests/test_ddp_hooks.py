@@ -76,18 +76,6 @@ SETTINGS: dict[str, Setting] = {
 }
 
 
-def check_settings() -> None:
-    for name, (make_state, hook) in SETTINGS.items():
-        pair = Pair.of(mlp(), gradient_as_bucket_view=True)
-        pair.ours.register_comm_hook(make_state(), hook)
-        pair.theirs.register_comm_hook(make_state(), renamed(hook) if "bf16" in name else hook)
-        for number in range(5):
-            for model in pair:
-                model.zero_grad()
-            loss = lambda model, n=number: mlp_loss(model, n)  # noqa: E731
-            pair.backward(loss, (name, number))
-
-
 # PyTorch's hooks use what it deprecates.
 @on_ranks(2)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -96,7 +84,15 @@ def test_pytorchs_hooks_give_what_they_give_on_pytorchs_wrapper() -> None:
         all_gather=StackedGather, group=dist.group, get_rank=dist.get_rank
     )
     try:
-        check_settings()
+        for name, (make_state, hook) in SETTINGS.items():
+            pair = Pair.of(mlp(), gradient_as_bucket_view=True)
+            pair.ours.register_comm_hook(make_state(), hook)
+            pair.theirs.register_comm_hook(make_state(), renamed(hook) if "bf16" in name else hook)
+            for number in range(5):
+                for model in pair:
+                    model.zero_grad()
+                loss = lambda model, n=number: mlp_loss(model, n)  # noqa: E731
+                pair.backward(loss, (name, number))
     finally:
         quantization_hooks.dist = dist
 
@@ -152,7 +148,6 @@ def test_a_bucket_keeps_pytorchs_contract() -> None:
 
 @on_ranks(2)
 def test_a_copy_of_the_wrapper_keeps_its_hook() -> None:
-    """A hook is part of a copy, with its state."""
     model = DistributedDataParallel(mlp())
     state = {"calls": 0}
 

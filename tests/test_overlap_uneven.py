@@ -36,25 +36,21 @@ def step_using_at_times(model: nn.Module, optimizer: ZeroRedundancyOptimizer, nu
     return grads
 
 
-def check_unused(wrapper: str, mode: str, factor: float) -> None:
-    """What nobody used stays, what has a gradient of zeros decays; nobody calls step() of the overlapped."""
-    setting = Setting(wrapper, options={mode: True})
-    (plain, one), (model, other) = setting.build(overlap=False), setting.build(overlap=True)
-    for number in range(3):
-        uses_spare = number == 1 and mode == "find_unused_parameters"
-        for net, optimizer in ((plain, one), (model, other)):
-            optimizer.zero_grad()
-            (net(inputs(number), uses_spare).square().mean() * factor).backward()
-        one.step()
-        assert_same_params(model, plain, (mode, factor, number))
-
-
 @on_ranks(2)
 @either_way
 @both_wrappers
 def test_unused_parameters_are_left_alone_without_step(wrapper: str, inline: bool) -> None:
+    """What nobody used stays, what has a gradient of zeros decays; nobody calls step() of the overlapped."""
     for mode, factor in (("find_unused_parameters", 0.0), ("static_graph", 1.0)):
-        check_unused(wrapper, mode, factor)
+        setting = Setting(wrapper, options={mode: True})
+        (plain, one), (model, other) = setting.build(overlap=False), setting.build(overlap=True)
+        for number in range(3):
+            uses_spare = number == 1 and mode == "find_unused_parameters"
+            for net, optimizer in ((plain, one), (model, other)):
+                optimizer.zero_grad()
+                (net(inputs(number), uses_spare).square().mean() * factor).backward()
+            one.step()
+            assert_same_params(model, plain, (mode, factor, number))
 
 
 @on_ranks(2)

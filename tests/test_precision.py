@@ -152,12 +152,6 @@ def test_options_that_make_no_sense_are_refused() -> None:
             sgd(params, **options)
 
 
-def make_scaler(agrees: bool = False) -> torch.amp.GradScaler:
-    """Make a scaler; PyTorch's one for shards, if ranks see different gradients."""
-    made = agreeing_scaler if agrees else torch.amp.GradScaler
-    return made("cpu", init_scale=2.0**10, growth_interval=2)
-
-
 @on_ranks(2)
 def test_a_gradient_scaler_takes_its_factor_out_of_sparse_gradients() -> None:
     """Indices repeat, so the gradient is not coalesced; step 1 has an infinity on one rank."""
@@ -166,7 +160,7 @@ def test_a_gradient_scaler_takes_its_factor_out_of_sparse_gradients() -> None:
         torch.manual_seed(0)
         words = nn.Embedding(10, 3, sparse=True)
         optimizer: Any = (sgd if sharded else torch.optim.SGD)([*words.parameters()], lr=1.0)
-        scaler = make_scaler(agrees=sharded)
+        scaler = (agreeing_scaler if sharded else torch.amp.GradScaler)("cpu", init_scale=2.0**10)
         for step in range(3):
             optimizer.zero_grad()
             loss = words(torch.tensor([1, 1, 2, step])).sum()

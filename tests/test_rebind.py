@@ -116,10 +116,6 @@ def test_a_detached_optimizer_shows_what_it_owns_and_refuses_what_needs_the_grou
     assert_trained(optimizer, adamw, 3)
 
 
-def adamw_of(group: dist.ProcessGroup) -> ZeroRedundancyOptimizer:
-    return adamw(make_params(SHAPES), process_group=group)
-
-
 @on_ranks(2)
 def test_state_that_is_lost_or_of_different_moments_is_refused_on_every_rank() -> None:
     rank = dist.get_rank()
@@ -143,7 +139,7 @@ def test_state_that_is_lost_or_of_different_moments_is_refused_on_every_rank() -
         optimizer.rebind(keep_state=1 if rank else True)  # type: ignore[arg-type]
     with pytest.raises(RankMismatchError, match="keep_state"):
         optimizer.rebind(keep_state=bool(rank))
-    apart = adamw_of(alone[rank])
+    apart = adamw(make_params(SHAPES), process_group=alone[rank])
     train(apart, 0, 2)
     apart.detach()
     with pytest.raises(RankMismatchError, match=r"ranks 0 and 1 both hold parameter .* two runs"):

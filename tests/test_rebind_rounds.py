@@ -51,39 +51,35 @@ def left() -> dict[str, int]:
     }
 
 
-def run_rounds(folder: Path, kind: str, width: int) -> None:
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)  # what is freed goes back to the system
-    rank = leave()
-    trainer: Trainer | None = None
-    for number in range(ROUNDS):
-        with world(folder, f"round {number}", rank, (0, 1)):
-            if trainer is None:
-                trainer = Trainer(kind, net(width))
-            else:
-                trainer.rebind()
-            trainer.train(2 * number, 2 * number + 2)
-            checkpoint.save(folder / "saved", model=trainer.model, optimizer=trainer.optimizer)
-            trainer.detach()
-        if number == WARM:
-            before, resident = left(), anonymous_nbytes()
-    wait_until(lambda: left()["tasks"] <= before["tasks"])  # threads of the last group end by themselves
-    # There may be less, as threads of the backend may have been about to end before.
-    assert not {name: count for name, count in left().items() if count > before[name]}, before
-    assert anonymous_nbytes() - resident < 4 * 2**20  # 16 times 0.6 MiB if the parameters stayed
-    assert trainer is not None
-    with world(folder, "in one", rank, (0, 1)):
-        other = Trainer(kind, net(width))
-        other.train(0, 2 * ROUNDS)
-        trainer.rebind()
-        assert_same_runs(trainer, other)
-
-
 @pytest.mark.slow
 @on_ranks(2)
 def test_twenty_groups_in_one_process_leave_nothing_behind(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathers, "LANES_FROM_NBYTES", 1)
-        run_rounds(tmp_path, "overlap", 2048)
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)  # what is freed goes back to the system
+        rank = leave()
+        trainer: Trainer | None = None
+        for number in range(ROUNDS):
+            with world(tmp_path, f"round {number}", rank, (0, 1)):
+                if trainer is None:
+                    trainer = Trainer("overlap", net(2048))
+                else:
+                    trainer.rebind()
+                trainer.train(2 * number, 2 * number + 2)
+                checkpoint.save(tmp_path / "saved", model=trainer.model, optimizer=trainer.optimizer)
+                trainer.detach()
+            if number == WARM:
+                before, resident = left(), anonymous_nbytes()
+        wait_until(lambda: left()["tasks"] <= before["tasks"])  # threads of the last group end by themselves
+        # There may be less, as threads of the backend may have been about to end before.
+        assert not {name: count for name, count in left().items() if count > before[name]}, before
+        assert anonymous_nbytes() - resident < 4 * 2**20  # 16 times 0.6 MiB if the parameters stayed
+        assert trainer is not None
+        with world(tmp_path, "in one", rank, (0, 1)):
+            other = Trainer("overlap", net(2048))
+            other.train(0, 2 * ROUNDS)
+            trainer.rebind()
+            assert_same_runs(trainer, other)
 
 
 @pytest.mark.slow

@@ -77,7 +77,14 @@ def added(rows: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def check_sums_to_owners(kind: str, dtype: torch.dtype) -> None:
+KINDS = ["2 x 2", "turns"]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_to_owners_adds_up_inside_then_across(kind: str, dtype: torch.dtype) -> None:
     with on_hosts(kind) as group:
         everyone = [rows_of(rank, group.size, dtype) for rank in range(group.size)]
         expected = added([added([everyone[rank][group.rank] for rank in here]) for here in places(kind)])
@@ -92,7 +99,9 @@ def check_sums_to_owners(kind: str, dtype: torch.dtype) -> None:
         assert_same_bits(others, [row for rank, row in enumerate(everyone[group.rank]) if rank != group.rank])
 
 
-def check_rows_and_sums(kind: str) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_owners_reach_all_and_a_sum_is_equal_on_all(kind: str) -> None:
     with on_hosts(kind) as group:
         everyone = [rows_of(rank, group.size, torch.float32) for rank in range(group.size)]
         rows = [(owner, everyone[owner][place]) for place in (0, 2, 3) for owner in range(group.size)]
@@ -122,23 +131,6 @@ def check_rows_and_sums(kind: str) -> None:
         assert_same_bits([row for _, row in arrivals], [row for _, row in rows], kind)
         assert_came(heads[0][0])
         assert_came(heads[1][0])
-
-
-KINDS = ["2 x 2", "turns"]
-DTYPES = [torch.float32, torch.bfloat16, torch.int64]
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_sum_to_owners_adds_up_inside_then_across(kind: str, dtype: torch.dtype) -> None:
-    check_sums_to_owners(kind, dtype)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_owners_reach_all_and_a_sum_is_equal_on_all(kind: str) -> None:
-    check_rows_and_sums(kind)
 
 
 @on_ranks(4)

@@ -39,31 +39,6 @@ def begin_iteration() -> None:
     torch.ones(1, requires_grad=True).sum().backward()
 
 
-def calls_of_steps(ways: dict[str, Any], max_norm: float | None, lazily: bool) -> None:
-    """Two groups, two dtypes, some frozen; also after a user has written to a parameter."""
-    model = nn.ParameterList([*make_params(dtype=torch.bfloat16), *make_params(seed=1)])
-    model[1].requires_grad_(False)
-    groups = [{"params": list(model)[:4]}, {"params": list(model)[4:], "lr": 0.5}]
-    with cpu_as_accelerator():
-        sharded = ZeroRedundancyOptimizer(groups, torch.optim.SGD, lr=0.1, momentum=0.9, **ways)
-        if lazily:
-            sharded.gather_lazily(model)
-        for step in range(3):
-            sharded.zero_grad()
-            trained = [p for p in model if p.requires_grad]
-            begin_iteration()
-            set_grads(trained, step)
-            with torch.no_grad():
-                model[0][0] = 0.0
-            with recorded() as calls:
-                if max_norm is not None:
-                    sharded.clip_grad_norm_(max_norm)
-                sharded.step()
-                sharded.wait_for_gathers()
-                sharded.zero_grad()
-            assert len(own(calls)) == (max_norm is not None), texts(own(calls))
-
-
 @on_ranks(1)
 def test_the_cpu_does_not_wait_to_clip_on_one_rank() -> None:
     params = [*make_params(), *make_params(dtype=torch.float64)]
@@ -101,5 +76,26 @@ def test_the_cpu_waits_no_more_in_a_scaled_step_than_the_scaler_does() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("ways", WAYS)
 def test_the_cpu_waits_once_to_clip_and_not_at_all_to_step(ways: str) -> None:
+    """Two groups, two dtypes, some frozen; also after a user has written to a parameter."""
     for lazily, max_norm in product((False, True), (None, 0.5)):
-        calls_of_steps(WAYS[ways], max_norm, lazily)
+        model = nn.ParameterList([*make_params(dtype=torch.bfloat16), *make_params(seed=1)])
+        model[1].requires_grad_(False)
+        groups = [{"params": list(model)[:4]}, {"params": list(model)[4:], "lr": 0.5}]
+        with cpu_as_accelerator():
+            sharded = ZeroRedundancyOptimizer(groups, torch.optim.SGD, lr=0.1, momentum=0.9, **WAYS[ways])
+            if lazily:
+                sharded.gather_lazily(model)
+            for step in range(3):
+                sharded.zero_grad()
+                trained = [p for p in model if p.requires_grad]
+                begin_iteration()
+                set_grads(trained, step)
+                with torch.no_grad():
+                    model[0][0] = 0.0
+                with recorded() as calls:
+                    if max_norm is not None:
+                        sharded.clip_grad_norm_(max_norm)
+                    sharded.step()
+                    sharded.wait_for_gathers()
+                    sharded.zero_grad()
+                assert len(own(calls)) == (max_norm is not None), texts(own(calls))
