@@ -173,10 +173,10 @@ def masters_and_averages(path: Path, load: bool, cut: bool) -> list[Tensor]:
         return bits + run.bits()
 
 
-@pytest.mark.parametrize("cut", [(False, False), (True, False)])
-def test_masters_and_averages_travel_along(pool: Pool, tmp_path: Path, cut: tuple[bool, bool]) -> None:
-    expected = pool.run(2, masters_and_averages, tmp_path / "one", False, cut[0])
-    for got in pool.run(3, masters_and_averages, tmp_path / "one", True, cut[1]):
+@pytest.mark.parametrize("cut", [False, True])
+def test_masters_and_averages_travel_along(pool: Pool, tmp_path: Path, cut: bool) -> None:
+    expected = pool.run(2, masters_and_averages, tmp_path / "one", False, cut)
+    for got in pool.run(3, masters_and_averages, tmp_path / "one", True, False):
         assert_same_bits(got, expected[0])
 
 

@@ -104,7 +104,7 @@ def assert_ordered(streams: StreamsModel) -> None:
 
 def run(given: dict[str, Any], offload: Any) -> dict[str, Tensor]:
     """Train, write and train on; gives the state dict."""
-    model, inputs = Tower().to(given.get("dtype", torch.float32)), [batch(step) for step in range(6)]
+    model, inputs = Tower(), [batch(step) for step in range(6)]
     early = [torch.full((4, 8), 0.5 + step) for step in range(given.get("before", 0))]  # of all ranks
     with modelled_streams(checks=False) if offload else nullcontext() as streams:
         with loading_beside_leaves() if offload else nullcontext():
