@@ -14,13 +14,7 @@ import pytest
 from zero_optim.errors import StalledError
 from zero_optim.flow.flow import Flow, Worker
 from zero_optim.flow.pending import Pending
-from zero_optim.flow.schedule import (
-    RECIPES,
-    ZERO1,
-    Moment,
-    Operation,
-    Placement,
-)
+from zero_optim.flow.schedule import RECIPES, ZERO1, Moment, Operation, Placement
 
 
 def picture() -> str:

@@ -206,20 +206,14 @@ WITH_KERNELS: Tests = {
     **table("packed; views", "convolutions", "scheduled", "fused, one bucket; Adafactor; Adagrad"),
     **table("packed; views", "tower", "scheduled", "two classes"),
 }
-WITH_FUTURES: Tests = {
-    "overlap: step() never called": (overlap.check_no_step, "ours", True),
-}
+WITH_FUTURES: Tests = {"overlap: step() never called": (overlap.check_no_step, "ours", True)}
 # Not "ordinary" with batch norms: DDP broadcasts buffers in its evaluation, between forward and backward.
 OVERLAPPED: Tests = {
     **table("overlap", "tower", "ordinary"),
     **table("overlap, torch's DDP", "gpt", "no_sync"),
     **table("overlap", "unused", "closure"),
     **table("overlap, lazy", "convolutions", "scheduled", "masters"),
-    **table(
-        "overlap; overlap, torch's DDP; overlap, no thread, torch's DDP",
-        "convolutions",
-        "scheduled",
-    ),
+    **table("overlap; overlap, torch's DDP; overlap, no thread, torch's DDP", "convolutions", "scheduled"),
 }
 
 

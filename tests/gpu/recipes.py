@@ -34,15 +34,7 @@ with (
     warnings.simplefilter("ignore")
     from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeroRedundancyOptimizer
 
-OURS = (
-    "ZeRO-1",
-    "ZeRO-1, clipped",
-    "gather_lazily",
-    "zero_step",
-    "ZeRO-2",
-    "ZeRO-3",
-    "ZeRO-3, bf16",
-)
+OURS = ("ZeRO-1", "ZeRO-1, clipped", "gather_lazily", "zero_step", "ZeRO-2", "ZeRO-3", "ZeRO-3, bf16")
 PYTORCHS = ("DDP and AdamW", "PyTorch's ZeRO", "FSDP2")
 WARM_UP, ROUNDS = 3, 7
 STEPS = 4
