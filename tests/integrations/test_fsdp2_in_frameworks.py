@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
-import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,10 +15,11 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp2_prepare_model
 from lightning.pytorch.strategies import ModelParallelStrategy
+from test_lightning import batches
+from test_peft import adapted
 from test_transformers import Tokens, gpt2
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from frameworks import Net, as_torchrun_says, fresh, samples
@@ -64,10 +64,6 @@ class Twin:
             own.param_groups[0]["lr"] = group["lr"]
             own.step()
         self.num_steps += 1
-
-
-def batches() -> DataLoader[Any]:
-    return DataLoader(TensorDataset(*samples()), batch_size=2)
 
 
 @contextmanager
@@ -225,13 +221,6 @@ def test_trainer_trains_and_resumes(tmp_path: Path) -> None:
     for resumes in (False, True):
         assert_equal(trained(twin, tmp_path, resumes), twin.model)
     assert twin.num_steps == 12
-
-
-def adapted() -> nn.Module:
-    model = Net()  # sets a seed
-    return peft.get_peft_model(
-        model, peft.LoraConfig(r=4, target_modules=["inner"], modules_to_save=["last"])
-    )
 
 
 @on_ranks(2, 3)
