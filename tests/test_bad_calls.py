@@ -119,7 +119,6 @@ def test_building_what_differs_or_is_wrong_on_one_rank_raises_on_all(ranks2: Ran
 
 @on_ranks(2)
 def test_what_is_alike_on_all_ranks_is_no_difference() -> None:
-    """Nothing that is alike counts as different, whatever was built before."""
     if dist.get_rank() == 1:
         SGD(make_params(SHAPES), lr=0.1)  # PyTorch patches a class when it is built first
         made(0)(make_params(SHAPES), lr=0.1)

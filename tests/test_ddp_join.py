@@ -51,7 +51,6 @@ def test_uneven_inputs_give_what_pytorchs_wrapper_gives(by_initial_size: bool) -
 
 @on_ranks(2)
 def test_a_rank_without_a_batch_in_a_static_graph() -> None:
-    """A rank without a batch takes the graph from the others, and what it steps last is theirs."""
     rank = dist.get_rank()
     model, alone = DistributedDataParallel(mlp(), static_graph=True), mlp()
     with model.join(divide_by_initial_world_size=False):

@@ -211,7 +211,6 @@ def test_one_rank_alone(tmp_path: Path) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("width", [0, 128], ids=["whole", "cut"])
 def test_own_rows_are_saved_without_communication_and_loaded(tmp_path: Path, width: int) -> None:
-    """Save own rows, train on, load them into this model and another."""
     (model, optimizer), (other, another) = built("fully", width), built("fully", width)
     train(model, optimizer, 2)
     want = state_of(model)

@@ -218,7 +218,6 @@ def test_after_remove_each_step_waits_again() -> None:
 
 @on_ranks(2)
 def test_parameters_outside_the_model_are_waited_for_by_step() -> None:
-    """Parameters that no forward pass of the model waits for have come when step() returns."""
     model, extra = Net(), nn.Linear(8, 8)
     optimizer = adamw(nn.ModuleList([model, extra]))
     optimizer.gather_lazily(model)

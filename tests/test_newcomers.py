@@ -44,7 +44,6 @@ def is_pytorchs(optimizer: object) -> bool:
 @on_ranks(2)
 @pytest.mark.parametrize("case", ["cuts", "masters"])
 def test_state_of_optim_is_found_by_the_parameters_of_the_model(case: str) -> None:
-    """The entries of a parameter of the model are found, and those of what ``param_groups`` has."""
     dtype = torch.bfloat16 if case == "masters" else torch.float32
     options: dict[str, Any] = {"master_dtype": torch.float32} if case == "masters" else {}
     sharded = ZeroRedundancyOptimizer(make_params(((256, 300), (7,)), dtype), AdamW, lr=0.1, **options)
@@ -255,7 +254,6 @@ def test_a_scaler_that_hands_itself_in_is_refused() -> None:
 
 @on_ranks(2)
 def test_an_infinity_that_a_scaler_cannot_be_told_of_raises_on_every_rank() -> None:
-    """What a scaler of one's own sets, an infinity on one rank alone."""
     params = make_params()
     sharded = ZeroRedundancyOptimizer(params, AdamW, lr=0.1)
     before = [p.detach().clone() for p in params]

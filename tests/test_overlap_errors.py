@@ -77,7 +77,6 @@ TOO_LATE: dict[str, tuple[Callable[[nn.Module, ZeroRedundancyOptimizer], None], 
 @on_ranks(2)
 @both_wrappers
 def test_what_comes_too_late_raises_on_every_rank(wrapper: str) -> None:
-    """Raises at the first step and at later ones, on every rank; training goes on after it."""
     for name, (act, message) in TOO_LATE.items():
         model, optimizer = Setting(wrapper).build(overlap=True)
         for number in range(3):

@@ -181,7 +181,7 @@ def with_two_more(model: nn.Module) -> ZeroRedundancyOptimizer:
 
 @on_ranks(2)
 def test_a_parameter_that_does_not_fit_any_more_raises_when_backward_ends() -> None:
-    """One that does not fit any more, of parameters that DDP does not hold, on one rank."""
+    """It is none of those that DDP holds, on one rank."""
     model, optimizer = Setting("ours", optimizer=with_two_more).build(overlap=True)
     plain_step(model, optimizer, 0)
     odd = next(iter(optimizer.owners()))

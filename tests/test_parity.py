@@ -24,7 +24,6 @@ def test_runs_have_the_bits_of_runs_without_sharding(pool: Pool, rows: list[Row]
 
 @on_ranks(2)
 def test_a_frozen_parameter_that_kept_its_gradient_moves_as_in_torch() -> None:
-    """torch.optim goes on moving a parameter that was frozen with its gradient still there."""
     params = make_params(((4, 4), (3,)))
     mine = twin(params)
     plain = torch.optim.SGD(params, lr=0.1, momentum=0.9)

@@ -144,7 +144,6 @@ def test_cut_parameters_move_with_memory_for_one_bucket_more(view: bool) -> None
 @on_ranks(2)
 @pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
 def test_after_a_step_the_optimizer_holds_no_memory_of_cut_parameters(view: bool) -> None:
-    """After a step, nothing holds what the user lets go: neither values nor gradients."""
     with LivingStorages(()) as living:
         params = cut_params()
         with cutting():

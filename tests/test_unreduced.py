@@ -59,7 +59,6 @@ def test_what_was_frozen_while_it_was_wrapped_cannot_be_trained_later(kind: str)
 @on_ranks(2)
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_a_pass_of_modules_called_by_themselves_is_reduced_from_the_first_on(kind: str) -> None:
-    """The first backward pass of all, of modules that are called one by one."""
     model, optimizer = made()
     kept = WRAPPERS[kind](model, optimizer)
     x = batch(dist.get_rank())

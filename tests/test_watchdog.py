@@ -231,7 +231,6 @@ def work_of(group: RankGroup, *, has_ended: bool = False, error: Exception | Non
 
 @on_ranks(1)
 def test_a_work_that_fails_while_nobody_waits_for_it_tells_which_rank_has_ended() -> None:
-    """A work fails for which the CPU does not wait, as another rank was killed."""
     group = RankGroup.of(None)
     watchdog = Watchdog(group.works.log, dist.group.WORLD)  # type: ignore[arg-type]
     watchdog._listener.close()
