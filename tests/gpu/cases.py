@@ -308,8 +308,8 @@ def _costs() -> Iterator[Case]:
     for allocator in ("backend:cudaMallocAsync", "expandable_segments:True"):
         settings = {"PYTORCH_CUDA_ALLOC_CONF": allocator, "PYTORCH_ALLOC_CONF": allocator}
         yield Case(f"allocator: {allocator}", costs.apart, ("train", settings, "zero_step", "1"), (NCCL,))
-    yield Case("speed: an iteration", costs.speed, (1024, 16, 40))
-    yield Case("speed: an iteration, small", costs.speed, (128, 24, 40), (NCCL, NCCL_2))
+    yield Case("speed: an iteration", recipes.speed, (1024, 16, 40))
+    yield Case("speed: an iteration, small", recipes.speed, (128, 24, 40), (NCCL, NCCL_2))
 
 
 def all_cases() -> list[Case]:

@@ -10,29 +10,24 @@ Note [Waits that count]
     A wait is none if a backward pass has begun since the event was recorded: the GPU has other work then.
 """
 
-import gc
 import os
 import subprocess
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from gpu.setting import MOST_SECONDS, Figures, Here, NotHere, fake_store, futures_work
-from gpu.streams import averaging, waiting_hook
+from gpu.setting import MOST_SECONDS, Figures, Here, NotHere, fake_store
+from gpu.streams import averaging
 from sync_calls import Event, counting_backwards, cpu_as_accelerator, num_backwards
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.compat import streams
@@ -68,7 +63,6 @@ def training(here: Here, kind: str, clips: bool) -> Iterate:
             model.parameters(), torch.optim.AdamW, master_dtype=master, bucket_cap_mb=0.005, lr=0.01
         )
     if kind == "zero_step":
-        assert isinstance(model, DistributedDataParallel)
         model.register_comm_hook(None, zero_step(sharded, averaging(here)))
     if kind == "lazily":
         sharded.gather_lazily(model)
@@ -177,82 +171,6 @@ def only_own_stamps() -> Iterator[None]:
 
     with patch.object(Arrival, "read_stamps", own), patch.object(unit_stamps, "parted", lambda *_: []):
         yield
-
-
-def _contender(here: Here, kind: str, width: int, depth: int) -> Iterate:
-    """Build training with PyTorch's ZeRO and DDP at their best settings, or with ours; of `CONTENDERS`."""
-    model = layers(width, depth).to(here.device)
-    wrapper = TorchDistributedDataParallel if kind == "torch" else DistributedDataParallel
-    wrapped = wrapper(model, gradient_as_bucket_view=True)
-    options = {"lr": 1e-3, "fused": here.is_cuda}
-    optimizer: Any
-    if kind == "torch":
-        with warnings.catch_warnings():  # the module uses torch.jit.script, which is deprecated
-            warnings.simplefilter("ignore")
-            from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeroRedundancyOptimizer
-
-        optimizer = TorchZeroRedundancyOptimizer(
-            wrapped.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **options
-        )
-    else:
-        optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **options)
-    if kind == "ours, zero_step":
-        hook: Any = allreduce_hook if futures_work(here) else waiting_hook
-        wrapped.register_comm_hook(None, zero_step(optimizer, hook))
-    x = torch.randn(64, width, device=here.device)
-
-    def iterate() -> None:
-        optimizer.zero_grad()
-        wrapped(x).square().mean().backward()
-        optimizer.step()
-
-    return iterate
-
-
-CONTENDERS = ("torch", "ours", "ours, zero_step")
-
-
-def speed(here: Here, width: int, depth: int, rounds: int) -> Figures:
-    """Median time of an iteration in ms, in turns, of the slowest rank; and the ratio to PyTorch's."""
-    if not here.is_cuda:
-        width, depth = 32, 2  # only the code is of interest
-    torch.use_deterministic_algorithms(False)  # what it costs is no contender's
-    contenders = {kind: _contender(here, kind, width, depth) for kind in CONTENDERS}
-    names = list(contenders)
-    times = torch.zeros(WARM_UP + rounds, len(names), dtype=torch.float64)
-    gc.collect()
-    gc.disable()  # a collection belongs to no contender
-    try:
-        for turn in range(WARM_UP + rounds):
-            for place in range(len(names)):
-                index = (place + turn) % len(names)  # each round begins with another one
-                times[turn, index] = _timed(here, contenders[names[index]])
-    finally:
-        gc.enable()
-    slowest = times.to(here.device)  # NCCL sends nothing else
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    columns = slowest[WARM_UP:].t().tolist()
-    medians = {kind: median(column) for kind, column in zip(names, columns, strict=True)}
-    figures: Figures = {f"{kind} ms": round(value, 3) for kind, value in medians.items()}
-    for kind in names[1:]:
-        figures[f"{kind}/torch"] = round(medians[kind] / medians["torch"], 3)
-    return figures
-
-
-def _timed(here: Here, iterate: Iterate) -> float:
-    """Time an iteration in ms: all ranks begin together."""
-    dist.all_reduce(torch.zeros(1, device=here.device))
-    here.synchronize()
-    if not here.is_cuda:
-        begin = time.perf_counter()
-        iterate()
-        return 1e3 * (time.perf_counter() - begin)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()  # type: ignore[no-untyped-call]
-    iterate()
-    end.record()  # type: ignore[no-untyped-call]
-    here.synchronize()
-    return float(start.elapsed_time(end))  # type: ignore[no-untyped-call]
 
 
 def apart(here: Here, job: str, settings: dict[str, str], *arguments: str) -> Figures:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from fully import NARROW
 from gpu.costs import MIB, layers, pretend
 from gpu.loopback import Kind, looped
-from gpu.setting import Figures, Here, NotHere
+from gpu.setting import Figures, Here, NotHere, futures_work
 from gpu.streams import waiting_hook
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.works import Work
@@ -42,13 +42,18 @@ KINDS: tuple[Kind, ...] = ("early", "late")
 Iterate = Callable[[], Tensor]
 
 
-def build(here: Here, recipe: str, width: int, depth: int) -> Iterate:
-    """Build an iteration, which returns the loss."""
+def build(
+    here: Here, recipe: str, width: int, depth: int, cap: dict[str, float] | None = None, rows: int = 32
+) -> Iterate:
+    """Build an iteration, which returns the loss; ``cap``: of our buckets, else a quarter of the model."""
     model: Any = layers(width, depth).to(here.device)
     options: dict[str, Any] = {"lr": 1e-3, "fused": here.is_cuda}
-    wrap = _theirs if recipe in PYTORCHS else _ours
-    wrapped, optimizer = wrap(here, recipe, model, options)
-    x = torch.randn(32, width, generator=torch.Generator().manual_seed(1)).to(here.device)
+    if recipe in PYTORCHS:
+        wrapped, optimizer = _theirs(here, recipe, model, options)
+    else:
+        quarter = {"bucket_cap_mb": 4 * sum(p.numel() for p in model.parameters()) / MIB / 4}
+        wrapped, optimizer = _ours(here, recipe, model, quarter if cap is None else cap, options)
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(1)).to(here.device)
 
     def iterate() -> Tensor:
         optimizer.zero_grad()
@@ -62,8 +67,9 @@ def build(here: Here, recipe: str, width: int, depth: int) -> Iterate:
     return iterate
 
 
-def _ours(here: Here, recipe: str, model: nn.Sequential, options: dict[str, Any]) -> tuple[Any, Any]:
-    cap = {"bucket_cap_mb": 4 * sum(p.numel() for p in model.parameters()) / MIB / 4}
+def _ours(
+    here: Here, recipe: str, model: nn.Sequential, cap: dict[str, float], options: dict[str, Any]
+) -> tuple[Any, Any]:
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **cap, **options)
     if recipe == "ZeRO-2":
         return ShardedDataParallel(model, optimizer), optimizer
@@ -73,7 +79,7 @@ def _ours(here: Here, recipe: str, model: nn.Sequential, options: dict[str, Any]
         return FullyShardedDataParallel(model, optimizer, units=units, **policy), optimizer
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, **cap)
     if recipe == "zero_step":
-        hook: Any = allreduce_hook if here.is_cuda else waiting_hook
+        hook: Any = allreduce_hook if here.is_cuda and futures_work(here) else waiting_hook
         wrapped.register_comm_hook(None, zero_step(optimizer, hook))
     elif recipe == "gather_lazily":
         optimizer.gather_lazily(model)
@@ -169,3 +175,49 @@ def _timed(here: Here, iterate: Iterate) -> tuple[float, float]:
     host = time.perf_counter() - begin
     here.synchronize()
     return 1e3 * host, 1e3 * (time.perf_counter() - begin)
+
+
+CONTENDERS = {"torch": "PyTorch's ZeRO", "ours": "ZeRO-1", "ours, zero_step": "zero_step"}
+
+
+def speed(here: Here, width: int, depth: int, rounds: int) -> Figures:
+    """Median time of an iteration in ms, in turns, of the slowest rank; and the ratio to PyTorch's."""
+    if not here.is_cuda:
+        width, depth = 32, 2  # only the code is of interest
+    torch.use_deterministic_algorithms(False)  # what it costs is no contender's
+    contenders = {kind: build(here, recipe, width, depth, {}, 64) for kind, recipe in CONTENDERS.items()}
+    names = list(contenders)
+    times = torch.zeros(WARM_UP + rounds, len(names), dtype=torch.float64)
+    gc.collect()
+    gc.disable()  # a collection belongs to no contender
+    try:
+        for turn in range(WARM_UP + rounds):
+            for place in range(len(names)):
+                index = (place + turn) % len(names)  # each round begins with another one
+                times[turn, index] = _in_ms(here, contenders[names[index]])
+    finally:
+        gc.enable()
+    slowest = times.to(here.device)  # NCCL sends nothing else
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    columns = slowest[WARM_UP:].t().tolist()
+    medians = {kind: median(column) for kind, column in zip(names, columns, strict=True)}
+    figures: Figures = {f"{kind} ms": round(value, 3) for kind, value in medians.items()}
+    for kind in names[1:]:
+        figures[f"{kind}/torch"] = round(medians[kind] / medians["torch"], 3)
+    return figures
+
+
+def _in_ms(here: Here, iterate: Iterate) -> float:
+    """Time an iteration in ms: all ranks begin together."""
+    dist.all_reduce(torch.zeros(1, device=here.device))
+    here.synchronize()
+    if not here.is_cuda:
+        begin = time.perf_counter()
+        iterate()
+        return 1e3 * (time.perf_counter() - begin)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()  # type: ignore[no-untyped-call]
+    iterate()
+    end.record()  # type: ignore[no-untyped-call]
+    here.synchronize()
+    return float(start.elapsed_time(end))  # type: ignore[no-untyped-call]
