@@ -13,7 +13,7 @@ from torch import nn
 from cuts import cut_over
 from pool import Ranks, on_ranks
 from test_checkpoint import Run
-from training import assert_same_state
+from training import assert_same_value
 from zero_optim import checkpoint
 from zero_optim.checkpoint import data, manifest
 from zero_optim.checkpoint.data import CheckpointReader
@@ -27,15 +27,6 @@ def all_of(run: Run) -> Whole:
     """The model and the whole state, on every rank."""
     run.optimizer.consolidate_state_dict(to=None)
     return {"model": copy.deepcopy(run.model.state_dict()), "optimizer": run.optimizer.state_dict()}
-
-
-def assert_same(got: Whole, expected: Whole) -> None:
-    assert_same_state(got["optimizer"], expected["optimizer"])
-    assert list(got["model"]) == list(expected["model"])
-    for name, value in expected["model"].items():
-        assert (
-            value == got["model"][name] if isinstance(value, int) else torch.equal(got["model"][name], value)
-        )
 
 
 def saved(path: Path, cut: bool = True) -> Whole:
@@ -111,7 +102,7 @@ def load_counted(path: Path, expected: Whole) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointReader, "read", counting)
         checkpoint.load(path, model=run.model, optimizer=run.optimizer, random=False)
-    assert_same(all_of(run), expected)
+    assert_same_value(all_of(run), expected)
     rank, pieces = dist.get_rank(), run.optimizer.pieces()
     own = ((param, piece) for param, some in pieces.items() for piece in some if piece.owner == rank)
     rows = sum(p.nbytes * (piece.stop - piece.start) // max(1, len(p)) for p, piece in own if p.dim())
@@ -147,8 +138,7 @@ def dcp_load_run(path: Path, cut: bool, expected: Whole) -> None:
     for index, entries in expected["optimizer"]["state"].items():
         for name, value in entries.items():
             assert torch.equal(found["optimizer"]["state"][index][name], value), (index, name)
-    for name, value in expected["model"].items():
-        assert isinstance(value, int) or torch.equal(found["model"][name], value)
+    assert_same_value(found["model"], expected["model"])
 
 
 def test_dcp_saves_the_rows_of_each_owner_and_loads_other_ones(

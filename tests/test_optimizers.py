@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_optimizer
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -34,7 +34,7 @@ from optimizer_cases import (
 )
 from overlap import Bag, Setting, assert_same_run, step_bag
 from pool import on_ranks
-from training import assert_same_bits, make_params, params_of, set_grads, twin
+from training import assert_same_bits, assert_same_value, make_params, params_of, set_grads, twin
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.hooks import zero_step
 from zero_optim.probe.cut_rows import why_not_cut
@@ -47,22 +47,11 @@ pytestmark = pytest.mark.filterwarnings(r"ignore:This overload of \w+ is depreca
 
 def assert_same_options(sharded: Optimizer, plain: Optimizer, when: object = "") -> None:
     """Compare the groups' options, names of parameters included."""
-    ours, theirs = (
-        [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        for optimizer in (sharded, plain)
-    )
-    assert same(ours, theirs), f"{when}: {ours} and {theirs}"
+    assert_same_value(options_of(sharded), options_of(plain), when)
 
 
-def same(a: Any, b: Any) -> bool:
-    """Compare bit for bit, whatever classes keep: tensors with their strides, lists, dicts, numbers."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b) and a.stride() == b.stride()
-    if isinstance(a, dict) and isinstance(b, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and bool(a == b)
+def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
 def assert_same_dict(got: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -70,7 +59,7 @@ def assert_same_dict(got: dict[str, Any], expected: dict[str, Any]) -> None:
     assert got["param_groups"] == expected["param_groups"]
     assert list(got["state"]) == sorted(expected["state"])
     for index, entries in expected["state"].items():
-        assert same(got["state"][index], entries), f"parameter {index}: {got['state'][index]} and {entries}"
+        assert_same_value(got["state"][index], entries, f"parameter {index}")
 
 
 def train_case(
@@ -124,7 +113,7 @@ def check_case(name: str, options: Options, *, finely_cut: bool = False) -> None
             twin(params), case.optimizer_class, cuts=False, **case.sharding, **options
         )
         assert all(len(pieces) == 1 for pieces in whole.pieces().values())
-    assert same(sharded.defaults, plain.defaults)
+    assert_same_value(sharded.defaults, plain.defaults)
     assert_same_options(sharded, plain)
     train_case(case, plain, sharded, range(10))
     assert not any(torch.equal(a, b) for a, b in zip(before, mine, strict=True))
@@ -237,7 +226,7 @@ def test_classes_take_every_form_of_parameters_and_rates_of_groups() -> None:
             mine = twin(params)
             plain = case.optimizer_class(form(params), **options)
             sharded = ZeroRedundancyOptimizer(form(mine), case.optimizer_class, **case.sharding, **options)
-            assert same(sharded.defaults, plain.defaults), (case, what)
+            assert_same_value(sharded.defaults, plain.defaults, (case, what))
             assert_same_options(sharded, plain, (case, what))
             train_case(case, plain, sharded, range(3 if has_rates else 2))
             if has_rates:
@@ -254,8 +243,7 @@ def outcome(
     options: Any = None
     try:
         optimizer = build(params, **arguments)
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        options = optimizer.defaults, groups
+        options = optimizer.defaults, options_of(optimizer)
         for step in range(4):
             case.give_gradients(params, step, gaps=False)
             optimizer.step()
@@ -290,7 +278,7 @@ def test_arguments_act_as_on_the_plain_class(what: str) -> None:
                 outcome(case, built, arguments, own) for built, own in ((build, params), (sharded, mine))
             )
             assert ours[0] is plain[0], f"{build} with {arguments}: {ours[0]} and {plain[0]}"
-            assert same(ours[1], plain[1]), f"{build} with {arguments}"
+            assert_same_value(ours[1], plain[1], f"{build} with {arguments}")
 
 
 # ---------------------------------------------------------------------- schedules

@@ -80,26 +80,26 @@ def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
                 assert mine[key] == value, (index, key)
 
 
-def assert_same_value(got: Any, expected: Any) -> None:
+def assert_same_value(got: Any, expected: Any, where: object = "") -> None:
     """Compare nested values: types, containers, and bits, strides and layouts of tensors."""
-    assert type(got) is type(expected), (got, expected)
+    assert type(got) is type(expected), (where, got, expected)
     if isinstance(expected, Tensor):
-        assert (got.dtype, got.shape, got.layout) == (expected.dtype, expected.shape, expected.layout)
+        assert (got.dtype, got.shape, got.layout) == (expected.dtype, expected.shape, expected.layout), where
         if expected.layout == torch.strided:  # what has gaps comes back without them
-            assert got.stride() in (expected.stride(), dense_strides(expected))
-        assert torch.equal(got.to_dense(), expected.to_dense())
+            assert got.stride() in (expected.stride(), dense_strides(expected)), where
+        assert torch.equal(got.to_dense(), expected.to_dense()), (where, got, expected)
     elif isinstance(expected, np.ndarray):
         assert got.dtype == expected.dtype
         np.testing.assert_array_equal(got, expected)
     elif isinstance(expected, dict):
-        assert list(got) == list(expected)
+        assert list(got) == list(expected), where
         for key, part in expected.items():
-            assert_same_value(got[key], part)
+            assert_same_value(got[key], part, (where, key))
     elif isinstance(expected, list | tuple):
-        for one, other in zip(got, expected, strict=True):
-            assert_same_value(one, other)
+        for index, (one, other) in enumerate(zip(got, expected, strict=True)):
+            assert_same_value(one, other, (where, index))
     else:
-        assert got == expected
+        assert got == expected, (where, got, expected)
 
 
 class LoRA(nn.Module):
@@ -112,8 +112,7 @@ class LoRA(nn.Module):
         self.up = nn.Linear(rank, layer.out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x) + self.up(self.down(x))
-        return out
+        return self.layer(x) + self.up(self.down(x))
 
 
 def agreeing_scaler(device: str = "cpu", **options: Any) -> torch.amp.GradScaler:
