@@ -14,6 +14,7 @@ from training import (
     assert_equal_on_all_ranks,
     make_params,
     needs_muon,
+    pair_of,
     params_of,
     set_grads,
     train_both,
@@ -98,9 +99,7 @@ def test_parameters_side_by_side_in_one_storage_train() -> None:
 
 @on_ranks(2)
 def test_a_group_that_cannot_be_added_leaves_the_optimizer_as_it_was() -> None:
-    params = make_params(MATRICES)
-    sharded = ZeroRedundancyOptimizer(twin(params), AdamW, lr=0.1)
-    plain = AdamW(params, lr=0.1)
+    plain, sharded = pair_of(AdamW, make_params(MATRICES), lr=0.1)
     train_both(plain, sharded, 1)
     new = make_params(((3, 3), (4,)), seed=4)
     with pytest.raises(ValueError, match="more than one parameter group"):

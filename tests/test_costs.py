@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pool import Ranks, on_ranks
-from training import make_params, params_of, set_grads, train_both, twin
+from training import make_params, pair_of, params_of, set_grads, train_both, twin
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import GATHER
 from zero_optim.step.built import BuiltOptimizer
@@ -71,18 +71,12 @@ def test_a_step_broadcasts_once_for_each_bucket_and_owner_and_gathers_a_header(v
 def measured_state() -> tuple[int, int, int]:
     """Bytes of state on this rank, of the unsharded run, and of the largest parameter's state."""
     params = make_params([(64, 48)] * 5 + [(100,)] * 7 + [(256, 32)], seed=3)
-    plain = torch.optim.AdamW(params, lr=0.1)
-    sharded = ZeroRedundancyOptimizer(twin(params), torch.optim.AdamW, lr=0.1)
+    plain, sharded = pair_of(torch.optim.AdamW, params, lr=0.1)
     assert sharded.state_nbytes() == 0
     train_both(plain, sharded, 2)
     assert set(sharded.state) == set(sharded.owned_parameters())
-    unsharded = sum(
-        v.untyped_storage().nbytes() for entries in plain.state.values() for v in entries.values()
-    )
-    largest = max(
-        sum(v.untyped_storage().nbytes() for v in entries.values()) for entries in plain.state.values()
-    )
-    return sharded.state_nbytes(), unsharded, largest
+    each = [sum(v.untyped_storage().nbytes() for v in of.values()) for of in plain.state.values()]
+    return sharded.state_nbytes(), sum(each), max(each)
 
 
 def test_state_memory_is_shared_out_evenly_and_counted_nowhere_twice(ranks_2_and_4: Ranks) -> None:

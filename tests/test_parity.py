@@ -11,7 +11,17 @@ from cuts import cut_over
 from parity import assert_rows, batches
 from parity_runs import OPTIONS, Row
 from pool import Pool, on_ranks
-from training import assert_same_bits, assert_same_state, make_params, set_grads, sgd, train_both, twin
+from training import (
+    assert_same_bits,
+    assert_same_state,
+    make_params,
+    pair_of,
+    params_of,
+    set_grads,
+    sgd,
+    train_both,
+    twin,
+)
 from zero_optim import NotConsolidatedError, ZeroRedundancyOptimizer
 
 BATCHES = batches()
@@ -24,25 +34,20 @@ def test_runs_have_the_bits_of_runs_without_sharding(pool: Pool, rows: list[Row]
 
 @on_ranks(2)
 def test_a_frozen_parameter_that_kept_its_gradient_moves_as_in_torch() -> None:
-    params = make_params(((4, 4), (3,)))
-    mine = twin(params)
-    plain = torch.optim.SGD(params, lr=0.1, momentum=0.9)
-    sharded = ZeroRedundancyOptimizer(mine, torch.optim.SGD, lr=0.1, momentum=0.9)
+    plain, sharded = pair_of(torch.optim.SGD, make_params(((4, 4), (3,))), lr=0.1, momentum=0.9)
     train_both(plain, sharded, 2)
     for _ in range(3):
-        for own in (params, mine):
-            for p in own:
+        for optimizer in (plain, sharded):
+            for p in params_of(optimizer):
                 p.requires_grad_(False)
-        plain.step()
-        sharded.step()
-        assert_same_bits(mine, params)
+            optimizer.step()
+        assert_same_bits(params_of(sharded), params_of(plain))
 
 
 @on_ranks(4)
 def test_more_ranks_than_parameters_train() -> None:
-    params = make_params(((3, 3),))
-    sharded = ZeroRedundancyOptimizer(twin(params), torch.optim.AdamW, lr=0.1)
-    train_both(torch.optim.AdamW(params, lr=0.1), sharded, 3)
+    plain, sharded = pair_of(torch.optim.AdamW, make_params(((3, 3),)), lr=0.1)
+    train_both(plain, sharded, 3)
     assert (len(sharded.owned_parameters()) == 1) == (dist.get_rank() == 0)
     assert (sharded.state_nbytes() > 0) == (dist.get_rank() == 0)
     sharded.consolidate_state_dict(to=dist.get_world_size() - 1)
@@ -54,9 +59,8 @@ def test_sub_groups_count_ranks_within_the_group() -> None:
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     params = make_params(seed=rank % 2)
-    mine = twin(params)
+    sharded = ZeroRedundancyOptimizer(twin(params), torch.optim.AdamW, pairs[rank % 2], lr=0.01)
     plain = torch.optim.AdamW(params, lr=0.01)
-    sharded = ZeroRedundancyOptimizer(mine, torch.optim.AdamW, pairs[rank % 2], lr=0.01)
     train_both(plain, sharded, 5)
     sharded.consolidate_state_dict(to=1)
     if rank >= 2:
@@ -69,14 +73,11 @@ def test_sub_groups_count_ranks_within_the_group() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
 def test_data_replaced_by_the_user_is_taken_over_or_refused(view: bool) -> None:
-    params = make_params()
-    mine = twin(params)
-    plain = torch.optim.AdamW(params, lr=0.01)
-    sharded = ZeroRedundancyOptimizer(mine, torch.optim.AdamW, parameters_as_bucket_view=view, lr=0.01)
+    plain, sharded = pair_of(torch.optim.AdamW, view=view, lr=0.01)
     train_both(plain, sharded, 2)
-    for own in (params, mine):
-        for p in own:
-            p.data = p.data * 2
+    mine = params_of(sharded)
+    for p in (*params_of(plain), *mine):
+        p.data = p.data * 2
     train_both(plain, sharded, 2, first=2)
     mine[0].data = mine[0].data.double()
     set_grads(mine[1:], 9)

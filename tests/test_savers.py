@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from pool import on_ranks
-from training import assert_same_bits, make_params, set_grads, train_both, twin
+from training import adamw_pair, assert_same_bits, make_params, params_of, set_grads, train_both, twin
 from zero_optim import ZeroRedundancyOptimizer
 
 ANY_WAY = pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
@@ -214,12 +214,9 @@ def test_parameters_in_shared_memory_stay_there_and_train(early: bool, late: boo
 
 @on_ranks(2)
 def test_parameters_that_were_set_from_one_vector_have_storages_of_their_own_again() -> None:
-    params = make_params()
-    mine = twin(params)
-    plain = torch.optim.AdamW(params, lr=0.01)
-    sharded = ZeroRedundancyOptimizer(mine, torch.optim.AdamW, lr=0.01)
+    plain, sharded = adamw_pair()
     train_both(plain, sharded, 1)
-    for own in (params, mine):
+    for own in map(params_of, (plain, sharded)):
         nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(own) * 2, own)
     train_both(plain, sharded, 2, first=1)
-    assert all(param.untyped_storage().nbytes() == param.nbytes for param in mine)
+    assert all(param.untyped_storage().nbytes() == param.nbytes for param in params_of(sharded))
