@@ -3,6 +3,9 @@
 import gc
 import mmap
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -19,33 +22,43 @@ WIDTH, NUM_LAYERS = 1024, 12
 LAYER_NBYTES = WIDTH * WIDTH * 4
 
 
+def ones(nbytes: int) -> torch.Tensor:
+    """Ones in memory that goes back to the system with their storage."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.float32).fill_(1).view(-1, WIDTH)
+
+
 def made() -> nn.Sequential:
-    """A model of 48 MiB, whose parameters have memory that goes back to the system with their storages."""
+    """A model of 48 MiB."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in range(NUM_LAYERS)))
     for layer in model:
-        memory = mmap.mmap(-1, LAYER_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        layer.weight = nn.Parameter(torch.frombuffer(memory, dtype=torch.float32).fill_(1).view(WIDTH, WIDTH))
+        layer.weight = nn.Parameter(ones(LAYER_NBYTES))
     return model
 
 
-def begin() -> int:
-    """Count the peak of resident memory from here on; gives the bytes that are resident now."""
+@contextmanager
+def resident_for_one() -> Iterator[None]:
+    """At the peak of this context the process has memory for little more than one layer in addition."""
     gc.collect()
     forget_peak()
-    return resident_nbytes()
-
-
-def check_grown(before: int) -> None:
+    before = resident_nbytes()
+    yield
     assert peak_nbytes() - before < 3 * LAYER_NBYTES
+
+
+def check_shards(model: nn.Module, *args: Any, **options: Any) -> None:
+    with resident_for_one():
+        wrapped = FullyShardedDataParallel(model, *args, **options)
+    with unsharded(wrapped):
+        assert all(bool((param == 1).all()) for param in model.parameters())
 
 
 @on_ranks(2)
 def test_moving_parameters_into_a_bucket_takes_memory_for_one_of_them() -> None:
     ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1)  # loads the code
     model = made()
-    before = begin()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=100)
-    check_grown(before)
+    with resident_for_one():
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_cap_mb=100)
     assert len(optimizer.pieces()) == NUM_LAYERS
     assert all(bool((param == 1).all()) for param in model.parameters())
 
@@ -55,20 +68,14 @@ class Table(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        memory = mmap.mmap(-1, 6 * LAYER_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        values = torch.frombuffer(memory, dtype=torch.float32).fill_(1)
-        self.table = nn.Embedding.from_pretrained(values.view(-1, WIDTH), freeze=False)
+        self.table = nn.Embedding.from_pretrained(ones(6 * LAYER_NBYTES), freeze=False)
         self.blocks = made()
 
 
 @on_ranks(2)
 def test_a_large_parameter_is_moved_when_others_have_been_released() -> None:
     model = Table()
-    before = begin()
-    wrapped = FullyShardedDataParallel(model, units=[*model.blocks])
-    check_grown(before)
-    with unsharded(wrapped):
-        assert all(bool((param == 1).all()) for param in model.parameters())
+    check_shards(model, units=[*model.blocks])
 
 
 @on_ranks(2)
@@ -76,11 +83,7 @@ def test_a_bucket_shrinks_as_its_parameters_leave_it_for_the_row_of_a_unit() -> 
     model = made()
     options = {"lr": 0.1, "bucket_cap_mb": 100}  # one flat tensor
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **options)
-    before = begin()
-    wrapped = FullyShardedDataParallel(model, optimizer, units=[])
-    check_grown(before)
-    with unsharded(wrapped):
-        assert all(bool((param == 1).all()) for param in model.parameters())
+    check_shards(model, optimizer, units=[])
 
 
 @on_ranks(2)
