@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from own_classes import Small
 from pool import on_ranks
 from training import (
     MATRICES,
@@ -79,15 +80,11 @@ def test_data_that_parameters_swap_is_swapped() -> None:
     assert_same_bits(params, set_to)
 
 
-class Forgetful(torch.optim.SGD):
+class Forgetful(Small):
     """Uses an option only while its group has it."""
 
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            if "boost" in group:
-                for p in group["params"]:
-                    p.grad.mul_(group["boost"])
-        return super().step(closure)
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        p.add_(p.grad, alpha=-group["lr"] * group.get("boost", 1.0))
 
 
 @on_ranks(2)

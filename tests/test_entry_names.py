@@ -29,15 +29,13 @@ from zero_optim.step.leaves import MASTER
 class Averages(Small):
     """Keeps entries named as ours once were: an average of gradients, and a number."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group, p in self.each():
-            state = self.state[p]
-            if not state:
-                state.update(ema=torch.zeros_like(p), master=torch.zeros((), dtype=p.dtype))
-            state["ema"].lerp_(p.grad, 0.1)
-            state["master"] += 1
-            p.sub_(state["ema"] * state["master"], alpha=group["lr"])
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        if not state:
+            state.update(ema=torch.zeros_like(p), master=torch.zeros((), dtype=p.dtype))
+        state["ema"].lerp_(p.grad, 0.1)
+        state["master"] += 1
+        p.sub_(state["ema"] * state["master"], alpha=group["lr"])
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -98,14 +96,12 @@ def train_alone(
 class Factors(Small):
     """Keeps one entry, of the parameter's shape or, for a large one, with a number for each row."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group, p in self.each():
-            is_large = p.dim() == 2 and p.numel() >= 4096
-            square = p.grad.square()
-            seen = self.state[p].setdefault("seen", torch.zeros_like(square[:, :1] if is_large else square))
-            seen.add_(square.mean(1, keepdim=True) if is_large else square)
-            p.sub_(p.grad / (seen.sqrt() + 1e-8), alpha=group["lr"])
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        is_large = p.dim() == 2 and p.numel() >= 4096
+        square = p.grad.square()
+        seen = self.state[p].setdefault("seen", torch.zeros_like(square[:, :1] if is_large else square))
+        seen.add_(square.mean(1, keepdim=True) if is_large else square)
+        p.sub_(p.grad / (seen.sqrt() + 1e-8), alpha=group["lr"])
 
 
 @on_ranks(2)

@@ -11,24 +11,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from own_classes import Small
 from pool import on_ranks
 from zero_optim import ZeroRedundancyOptimizer
 
 
-class Scaled(torch.optim.Optimizer):
+class Scaled(Small):
     """Scales gradients by an attribute that users set. Calls no other class's step, which may have hooks."""
 
     factor = 1.0
 
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.add_(param.grad, alpha=-group["lr"] * self.factor)
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        p.add_(p.grad, alpha=-group["lr"] * self.factor)
 
 
 class Base(torch.optim.SGD):
