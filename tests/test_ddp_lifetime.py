@@ -78,14 +78,6 @@ def test_twenty_wrappers_leave_nothing_behind() -> None:
     assert anonymous_nbytes() - before < 4 * 2**20  # one model; 20 times as much if buckets stayed
 
 
-def copies_of(model: DistributedDataParallel) -> list[DistributedDataParallel]:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    return [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded]
-
-
 @on_ranks(2)
 def test_copies_and_pickles_train_on_as_the_original_does() -> None:
     for options in (VIEW, {"static_graph": True}):
@@ -93,7 +85,10 @@ def test_copies_and_pickles_train_on_as_the_original_does() -> None:
             model = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_MB, **options)
             for number in range(passes):
                 mlp_loss(model, number).backward()
-            for twin in copies_of(model):
+            torch.save(model, file := io.BytesIO())
+            file.seek(0)
+            loaded = torch.load(file, weights_only=False)
+            for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
                 assert type(twin) is DistributedDataParallel
                 assert twin.reducer.own is not model.reducer.own
                 assert twin.reducer.own.options == model.reducer.own.options

@@ -1,6 +1,5 @@
 """A link that is cut, or connections that break while all run: each survivor names the rank, or says that."""
 
-import importlib.util
 import os
 import shutil
 import socket
@@ -25,22 +24,14 @@ from zero_optim import StalledError, ZeroRedundancyOptimizer
 from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel
 from zero_optim.hooks import zero_step
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import link
+
 SIZE, CUT = 3, 2
-_LINKS = Path(__file__).resolve().parent.parent / "benchmarks" / "link.py"
-
-
-def links() -> Any:
-    """The benchmarks' emulated hosts."""
-    spec = importlib.util.spec_from_file_location("link", _LINKS)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["link"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def train_until_it_fails(names: tuple[str, ...], interface: str, rank: int, result: Any) -> None:
-    links().Link(names, interface, "1gbit").enter(rank)
+    link.Link(names, interface, "1gbit").enter(rank)
     torch.set_num_threads(1)
     store = dist.TCPStore("10.77.0.1", 29500, SIZE, rank == 0)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=LIMIT))
@@ -69,10 +60,10 @@ def hosts() -> Iterator[Any]:
     """Three emulated hosts; skips where this process may not make them."""
     with ExitStack() as stack:
         try:
-            link = stack.enter_context(links().emulated("1gbit", SIZE))
+            emulated = stack.enter_context(link.emulated("1gbit", SIZE))
         except SystemExit as refused:
             pytest.skip(str(refused))
-        yield link
+        yield emulated
 
 
 @pytest.mark.slow
@@ -80,9 +71,10 @@ def hosts() -> Iterator[Any]:
 def test_each_survivor_of_a_cut_link_names_the_rank_that_is_cut_off() -> None:
     context = fork_context()
     pipes = [context.Pipe() for _ in range(SIZE)]
-    with hosts() as link:
+    with hosts() as emulated:
+        where = emulated.names, emulated.interface
         processes = [
-            context.Process(target=train_until_it_fails, args=(link.names, link.interface, rank, pipe[1]))
+            context.Process(target=train_until_it_fails, args=(*where, rank, pipe[1]))
             for rank, pipe in enumerate(pipes)
         ]
         try:
@@ -91,7 +83,7 @@ def test_each_survivor_of_a_cut_link_names_the_rank_that_is_cut_off() -> None:
             for ours, _ in pipes:
                 assert ours.poll(LIMIT)
                 assert ours.recv() == "trains"
-            switch = f"{link.names[0].rpartition('-')[0]}-switch"
+            switch = f"{emulated.names[0].rpartition('-')[0]}-switch"
             subprocess.run(["ip", "-n", switch, "link", "set", f"port{CUT}", "down"], check=True)
             for rank in {*range(SIZE)} - {CUT}:
                 ours = pipes[rank][0]
@@ -129,7 +121,6 @@ def train_while_connections_break(kind: str) -> tuple[str, str]:
     optimizer = ZeroRedundancyOptimizer(
         model.named_parameters(), torch.optim.SGD, lr=0.1, process_group=group
     )
-    wrapped: nn.Module
     if kind == "averaged":
         wrapped = DistributedDataParallel(model, process_group=group)
     else:

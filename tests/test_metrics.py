@@ -25,12 +25,6 @@ def make(**options: object) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, bucket_cap_mb=0.001, **options)
 
 
-def net() -> nn.Module:
-    """A model whose parameters need no padding: each fills whole units of 64 bytes."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
-
-
 def gathered(optimizer: ZeroRedundancyOptimizer) -> tuple[int, int]:
     """Bytes that this rank sends in a gather of everything, and collectives, by the plan."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -93,7 +87,9 @@ def test_a_call_tells_what_came_since_the_last_one() -> None:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("find_unused", [False, True])
 def test_our_ddp_counts_its_own_reductions(find_unused: bool) -> None:
-    model = DistributedDataParallel(net(), find_unused_parameters=find_unused, bucket_cap_mb=0.001)
+    # Its parameters need no padding: each fills whole units of 64 bytes.
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+    model = DistributedDataParallel(net, find_unused_parameters=find_unused, bucket_cap_mb=0.001)
     for number in range(3):
         model.metrics()
         model(torch.ones(4, 8)).sum().backward()

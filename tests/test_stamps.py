@@ -26,13 +26,9 @@ def make(cls: Any = torch.optim.SGD, **options: Any) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(params, cls, **{"lr": 0.125, **options})
 
 
-def give_gradients(optimizer: ZeroRedundancyOptimizer) -> None:
-    for param in params_of(optimizer):
-        param.grad = torch.ones_like(param) if param.requires_grad else None
-
-
 def step(optimizer: ZeroRedundancyOptimizer) -> None:
-    give_gradients(optimizer)
+    for param in params_of(optimizer):
+        param.grad = torch.ones_like(param)
     optimizer.step()
 
 

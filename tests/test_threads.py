@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,22 +23,6 @@ def test_what_finds_no_thread_is_done_without(monkeypatch: pytest.MonkeyPatch) -
     with mock.patch.object(verdicts, "_complaint"), mock.patch.object(verdicts, "_complain") as complain:
         verdicts.look_at_wait(mock.Mock(timeout=1.0, group=mock.Mock(verdict=None)), 2.0)
     assert complain.called
-
-
-def run_ranks(program: str, argument: Path) -> tuple[list[int], list[str]]:
-    """Run a program on two ranks; returns exit statuses and what they wrote to stderr."""
-    command = [sys.executable, "-c", program]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(argument)], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        errors = [rank.communicate(timeout=150)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [rank.returncode for rank in ranks], errors
 
 
 LEAVES_OUT_A_STEP = """
@@ -64,5 +49,13 @@ except StalledError:
 @pytest.mark.slow
 def test_a_process_whose_wait_was_given_up_ends_with_its_own_exit_status(tmp_path: Path) -> None:
     """What made the wait raise, breaking connections, was still under way, and ended the process (134)."""
-    statuses, errors = run_ranks(LEAVES_OUT_A_STEP, tmp_path / "store")
-    assert statuses == [7, 7], errors
+    command, store = [sys.executable, "-c", LEAVES_OUT_A_STEP], str(tmp_path / "store")
+    options: Any = {"stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([*command, str(rank), store], **options) for rank in range(2)]
+    try:
+        errors = [rank.communicate(timeout=150)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [7, 7], errors

@@ -104,27 +104,15 @@ def in_headers() -> AbstractContextManager[object]:
 
 
 @on_ranks(2)
-def test_a_rank_that_owns_nothing_is_heard() -> None:
-    """The one parameter has one owner."""
-    module = nn.Linear(4, 1, bias=False)
+@pytest.mark.parametrize("num_owners", [1, 2])
+def test_units_of_one_owner_each_tell_of_a_difference(num_owners: int) -> None:
+    """With one, the other rank owns nothing, and is heard too."""
+    module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(num_owners)))
     optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.125)
-    model = FullyShardedDataParallel(module, optimizer)
-    with in_headers():
-        iterate(model, optimizer)
-        iterate(model, optimizer)
-        optimizer.param_groups[0]["lr"] = 0.25 * (1 + dist.get_rank())
-        iterate(model, optimizer)
-        with pytest.raises(RankMismatchError, match=r"rank 0 has 0.25; rank 1 has 0.5"):
-            forward(model)
-
-
-@on_ranks(2)
-def test_units_of_one_owner_each_tell_of_a_difference() -> None:
-    module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
-    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.125)
-    assert {piece.owner for pieces in optimizer.pieces().values() for piece in pieces} == {0, 1}
+    assert {piece.owner for pieces in optimizer.pieces().values() for piece in pieces} == {*range(num_owners)}
     model = FullyShardedDataParallel(module, optimizer, units=[*module])
     with in_headers():
+        iterate(model, optimizer)
         iterate(model, optimizer)
         optimizer.param_groups[0]["lr"] = 0.25 * (1 + dist.get_rank())
         for _ in range(2):
