@@ -34,8 +34,7 @@ def mlp(width: int = 8, depth: int = 4, seed: int = 0) -> nn.Sequential:
 
 def mlp_loss(net: nn.Module, number: int, rank: int | None = None) -> Tensor:
     x, device = batch(number, 5, 8, rank=rank), next(net.parameters()).device
-    loss: Tensor = net(x if x.device == device else x.to(device)).square().mean()
-    return loss
+    return net(x if x.device == device else x.to(device)).square().mean()
 
 
 def settled(value: Any) -> Future[Any]:
@@ -52,8 +51,7 @@ class WithBuffers(nn.Module):
         self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 class WithSpare(nn.Module):
@@ -65,8 +63,7 @@ class WithSpare(nn.Module):
         self.trunk, self.spare, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.trunk(x))
-        return out
+        return self.head(self.trunk(x))
 
 
 class Recomputed(nn.Module):

@@ -27,8 +27,7 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.norm(self.inner(x).tanh())
-        return out
+        return x + self.norm(self.inner(x).tanh())
 
 
 class Net(nn.Module):
@@ -45,8 +44,7 @@ class Net(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.last(x)
-        return out
+        return self.last(x)
 
 
 def samples() -> tuple[Tensor, Tensor]:

@@ -39,8 +39,7 @@ class Tower(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        result: Tensor = self.last(x + self.still(x))
-        return result
+        return self.last(x + self.still(x))
 
 
 def built(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:

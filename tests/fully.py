@@ -62,8 +62,7 @@ def batch(step: int) -> Tensor:
 
 
 def loss_of(model: Any, step: int) -> Tensor:
-    loss: Tensor = model(batch(step)).float().square().mean()
-    return loss
+    return model(batch(step)).float().square().mean()
 
 
 def adamw(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
@@ -99,7 +98,6 @@ def both(
     first, second = copy.deepcopy(model), copy.deepcopy(model)
     one, other = adamw(first), adamw(second)
     of_fully = of_fully or {}
-    whole: Any
     if of_fully.get("accumulate") == "owner":  # the order of sums
         whole = ShardedDataParallel(first, one, **options)
     else:

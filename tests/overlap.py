@@ -78,8 +78,7 @@ class Net(nn.Module):
         hidden = self.layers(self.norm(self.conv(x)).relu().flatten(1))
         if with_spare:
             hidden = hidden + self.spare(hidden)
-        out: Tensor = self.head(hidden)
-        return out
+        return self.head(hidden)
 
 
 class Embedder(nn.Module):
@@ -93,8 +92,7 @@ class Embedder(nn.Module):
         self.second = nn.Linear(6, 3)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(self.table(tokens)).tanh())
-        return out
+        return self.second(self.first(self.table(tokens)).tanh())
 
 
 def inputs(step: int, rank: int | None = None) -> Tensor:
@@ -104,8 +102,7 @@ def inputs(step: int, rank: int | None = None) -> Tensor:
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
-    loss: Tensor = model(inputs(step).to(next(model.parameters()).device)).square().mean()
-    return loss
+    return model(inputs(step).to(next(model.parameters()).device)).square().mean()
 
 
 def adamw(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:

@@ -24,8 +24,7 @@ class Tower(nn.Module):
         x = self.first(x)
         for number in range(len(self.blocks)):
             x = self.add(x, number)
-        out: Tensor = self.last(x)
-        return out
+        return self.last(x)
 
     def add(self, x: Tensor, number: int) -> Tensor:
         return x + self.blocks[number](x)
@@ -47,8 +46,7 @@ class Gpt(nn.Module):
         hidden = self.tokens((x.float().abs() * 5).long() % 11)
         hidden = self.norm(hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0])
         hidden = hidden + checkpoint(self.inner, hidden, use_reentrant=False)
-        out: Tensor = self.head(hidden)
-        return out
+        return self.head(hidden)
 
 
 class Recomputed(Tower):
@@ -114,8 +112,7 @@ class Convolved(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.convs(x.reshape(-1, 2, 2, 2))
-        out: Tensor = self.head(hidden.flatten(1))
-        return out
+        return self.head(hidden.flatten(1))
 
 
 class Unused(Tower):
@@ -156,8 +153,7 @@ class Complex(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         turned = x.to(torch.complex64) @ self.turn * (1 + 2j)
-        out: Tensor = self.head(self.wave(turned).abs())
-        return out
+        return self.head(self.wave(turned).abs())
 
 
 class Words(nn.Module):
@@ -170,8 +166,7 @@ class Words(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         words = self.table((x.abs() * 10).long()[:, :4] % 20).sum(1)
-        out: Tensor = self.second(self.first(words).tanh())
-        return out
+        return self.second(self.first(words).tanh())
 
 
 MODELS: dict[str, type[nn.Module]] = {

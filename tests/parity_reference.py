@@ -119,8 +119,7 @@ class InRankOrder(nn.Module):
         for buffer in self.module.buffers() if self.syncs_buffers else ():
             dist.broadcast(buffer, 0)
         self.syncs_buffers = self.syncs and torch.is_grad_enabled()  # as PyTorch's DDP does
-        out: Tensor = self.module(x)
-        return out
+        return self.module(x)
 
     def averaged(self, grad: Tensor) -> Tensor:
         if grad.is_sparse:

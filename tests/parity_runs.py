@@ -195,7 +195,6 @@ class Run:
         mesh = mesh_of(2) if option.kind == "mesh" else None
         model = cls.wrapped(row, stage, net, None, mesh) if stage.later else None
         groups = groups_of(net, option)
-        optimizer: Any
         if stage.plain:
             of_optimizer.pop("bucket_cap_mb", None)
             optimizer = ByHand(groups, **of_optimizer)

@@ -180,7 +180,6 @@ class Pool:
             if not ready and left <= 0:
                 break
             for connection in ready:
-                assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 replies[rank] = self._reply(rank)
                 if replies[rank].failure:
@@ -239,7 +238,6 @@ class _Worker:
 
     @property
     def pid(self) -> int:
-        assert self.process.pid is not None
         return self.process.pid
 
 

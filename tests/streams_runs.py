@@ -39,8 +39,7 @@ class Part(nn.Sequential):
     is_skipped = False
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x * 1 if self.is_skipped else super().forward(x)
-        return out
+        return x * 1 if self.is_skipped else super().forward(x)
 
 
 class Net(nn.Module):
@@ -67,8 +66,7 @@ class Net(nn.Module):
         else:
             branch = self.streams.on_stream(self.middle, self.side)(hidden)
             hidden = self.streams.sum(branch, self.beside(hidden))
-        out: Tensor = self.last(hidden)
-        return out
+        return self.last(hidden)
 
 
 @dataclass

@@ -191,7 +191,6 @@ def _marking() -> Iterator[None]:
     original = torch.tensor
 
     def tensor(*args: Any, **kwargs: Any) -> Tensor:
-        made: Tensor
         with ExitStack() as stack:
             for recording in _recordings:
                 stack.enter_context(recording.inside())

@@ -63,7 +63,6 @@ def test_a_norm_that_is_not_finite_raises_on_every_rank_when_asked() -> None:
     set_grads(params, 0)
     owned = sharded.owned_parameters()
     if dist.get_rank() == 1:
-        assert owned[0].grad is not None
         owned[0].grad.fill_(math.inf)
     before = [p.grad.clone() for p in params if p.grad is not None]
     with pytest.raises(RuntimeError, match="of all gradients is inf"):

@@ -52,10 +52,7 @@ class Layers(nn.Module):
 
 
 def loss_of(model: nn.Module, number: int) -> Tensor:
-    net = model.module
-    assert isinstance(net, Layers)
-    loss: Tensor = model(batch(number, 5, net.width)).square().mean()
-    return loss
+    return model(batch(number, 5, model.module.width)).square().mean()
 
 
 def assert_buckets_of_pytorch(pair: Pair, options: dict[str, Any]) -> None:
@@ -181,7 +178,6 @@ def test_a_failure_is_told_from_gradients_that_are_nan() -> None:
         model.reducer.own.defers_reports = deferred
         for number in range(3):
             backward(model, dtype, float("nan") if rank == number else 1.0)
-            assert net.weight.grad is not None
             assert bool(net.weight.grad.isnan().all()) == (number < dist.get_world_size()), dtype
         handle = net.weight.register_hook(fail) if rank == 1 else None
         with pytest.raises(ZeroDivisionError if handle else ReductionError):
@@ -191,5 +187,4 @@ def test_a_failure_is_told_from_gradients_that_are_nan() -> None:
             with pytest.raises(ReductionError, match="rank 1: a backward pass ended with"):
                 model.check_finished()
         backward(model, dtype)
-        assert net.weight.grad is not None
         assert bool(net.weight.grad.isfinite().all())

@@ -56,8 +56,7 @@ class StackedGather:
         self._work = dist.all_gather(parts, mine, group=group, async_op=True)
 
     def get_future(self) -> Future[Any]:
-        future: Future[Any] = self._work.get_future().then(lambda _: [torch.stack(self._parts)])  # type: ignore[union-attr]
-        return future
+        return self._work.get_future().then(lambda _: [torch.stack(self._parts)])  # type: ignore[union-attr]
 
 
 def nothing() -> None:

@@ -69,8 +69,7 @@ def penalized(model: nn.Module, number: int, rank: int | None = None) -> Tensor:
     x = batch(number, 5, 8, rank=rank).requires_grad_()
     out = model(x)
     (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    loss: Tensor = out.square().mean() + slope.square().mean()
-    return loss
+    return out.square().mean() + slope.square().mean()
 
 
 @on_ranks(2)
@@ -106,8 +105,7 @@ def test_gradients_taken_by_hand_are_those_of_the_rank_alone() -> None:
 
 def checkpointed(model: nn.Module, number: int, reentrant: bool) -> Tensor:
     x = batch(number, 5, 8).requires_grad_()
-    found: Tensor = checkpoint(model, x, use_reentrant=reentrant).square().mean()
-    return found
+    return checkpoint(model, x, use_reentrant=reentrant).square().mean()
 
 
 @on_ranks(2)

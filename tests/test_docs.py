@@ -48,7 +48,6 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
 
 def test_the_newest_pytorch_of_the_makefile_is_that_of_messages_and_of_what_was_run() -> None:
     found = re.search(r"^NEWEST := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert found is not None
     newest = found[1]
     assert private.WORKS_WITH.rpartition(" ")[2] == newest.rpartition(".")[0]
     assert f"| {newest}, " in (ROOT / "docs/versions.md").read_text()
@@ -113,8 +112,6 @@ def public_names(package: str) -> Iterator[str]:
         return
     for module in ("accelerate", "lightning", "pytorch_lightning", "transformers"):
         spec = find_spec(f"{package}.{module}")
-        assert spec is not None
-        assert spec.origin is not None
         for node in ast.parse(Path(spec.origin).read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 yield f"{package}.{module}.{node.name}"

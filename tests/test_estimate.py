@@ -97,8 +97,7 @@ class Nested(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.blocks(self.tokens(x[:, :2].long())))
-        return out
+        return self.head(self.blocks(self.tokens(x[:, :2].long())))
 
 
 def peak_of(stage: int, kind: type[nn.Module], options: dict[str, Any]) -> int:

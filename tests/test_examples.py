@@ -107,7 +107,6 @@ def test_train_gpt_runs_under_torchrun_and_goes_on_in_one_process(tmp_path: Path
 @pytest.mark.slow
 def test_the_script_of_the_readme_runs_under_torchrun_and_resumes(tmp_path: Path) -> None:
     code = re.search(r"```python\n(.*?)```", (CHECKOUT / "README.md").read_text(), re.DOTALL)
-    assert code is not None
     assert code[1].count("\n") <= 30
     (tmp_path / "train.py").write_text(code[1])
     started([*TORCHRUN, "train.py"], tmp_path)

@@ -245,5 +245,4 @@ def test_columns_go_to_owners() -> None:
         param.grad = distribute_tensor(twin.grad, mesh, [Shard(1)])
         optimizer.step()
         plain.step()
-        assert isinstance(param, DTensor)
         assert torch.equal(param.full_tensor(), twin)

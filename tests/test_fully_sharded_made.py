@@ -224,7 +224,6 @@ def test_a_frozen_model_without_optimizer_is_evaluated_and_passes_gradients_on()
         inputs = [x.clone().requires_grad_() for _ in range(2)]
         for net, each in zip((teacher, plain), inputs, strict=True):
             net(each).square().mean().backward()
-        assert inputs[0].grad is not None
         assert torch.equal(*(each.grad for each in inputs))
         assert teacher.units.nbytes_live() == 0
     assert student.first.weight.grad is not None

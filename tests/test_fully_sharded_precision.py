@@ -54,7 +54,6 @@ class ByHand(nn.Module):
 
     def reduce(self, master: Tensor, own: Tensor) -> None:
         """Add the ranks' gradients up, in their order inside a replica, to what is there."""
-        assert own.grad is not None
         grads = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(grads, own.grad)
         shares = [grad.to(FP32) * (1 / len(grads)) for grad in grads]
@@ -283,7 +282,6 @@ def test_state_dicts_have_what_owners_keep_and_load_it_exactly() -> None:
     assert_equal(as_kept(other), {**state, **part})
     whole = full_state_dict(other, ranks=[1])
     if dist.get_rank() == 1:
-        assert whole is not None
         assert_equal(whole, {**state, **part})
     assert other.units.nbytes_live() == 0
 

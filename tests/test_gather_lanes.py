@@ -61,7 +61,6 @@ def groups_used(optimizer: ZeroRedundancyOptimizer, number: int = 0) -> dict[int
 
 def given_group() -> str:
     world = dist.group.WORLD
-    assert world is not None
     return world.group_name
 
 

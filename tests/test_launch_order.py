@@ -70,8 +70,7 @@ class Unit(nn.Module):
         self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
 
     def forward(self, x: Tensor, is_skipped: bool) -> Tensor:
-        out: Tensor = x * 1 if is_skipped else self.two(self.one(x).tanh())
-        return out
+        return x * 1 if is_skipped else self.two(self.one(x).tanh())
 
 
 class Model(nn.Module):
@@ -96,8 +95,7 @@ class Model(nn.Module):
                 else self.part(*args)
             )
             place = stop
-        out: Tensor = self.behind(x)
-        return out
+        return self.behind(x)
 
     def part(self, x: Tensor, start: int, stop: int, skips: list[bool], extra: int) -> Tensor:
         for place in range(start, stop):

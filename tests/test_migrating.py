@@ -50,8 +50,7 @@ def without_clipping(script: str) -> str:
 
 
 def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    loss: Tensor = model(inputs).float().square().mean()
-    return loss
+    return model(inputs).float().square().mean()
 
 
 def names(path: Path) -> dict[str, Any]:

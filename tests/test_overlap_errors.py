@@ -200,8 +200,7 @@ class Breaking(Net):
     def forward(self, x: Tensor, breaks: bool = False) -> Tensor:
         hidden = self.norm(self.conv(x)).relu().flatten(1)
         hidden = in_backward_of(Stops.place, hidden) if breaks else hidden
-        out: Tensor = self.head(self.spare(self.layers(hidden)))
-        return out
+        return self.head(self.spare(self.layers(hidden)))
 
 
 def run_broken_off() -> tuple[nn.Module, ZeroRedundancyOptimizer]:

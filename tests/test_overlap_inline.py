@@ -27,8 +27,7 @@ class Around(nn.Module):
     def forward(self, x: Tensor, inner: nn.Module) -> Tensor:
         x = x.flatten(1)
         hidden: Tensor = self.first(x)
-        out: Tensor = self.last(hidden + inner(x))
-        return out
+        return self.last(hidden + inner(x))
 
 
 @on_ranks(2)

@@ -80,8 +80,7 @@ class Gated(Net):
     def forward(self, x: Tensor, with_spare: bool = False) -> Tensor:
         if with_spare:
             return super().forward(x)
-        out: Tensor = self.head(self.layers(x.flatten(1).repeat(1, 2)))
-        return out
+        return self.head(self.layers(x.flatten(1).repeat(1, 2)))
 
 
 LEAVES_OUT = {**MAY_BE_UNUSED, "skip_all_reduce_unused_params": True}

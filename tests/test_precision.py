@@ -166,7 +166,6 @@ def test_a_gradient_scaler_takes_its_factor_out_of_sparse_gradients() -> None:
             loss = words(torch.tensor([1, 1, 2, step])).sum()
             factor = math.inf if step == 1 and (not sharded or dist.get_rank() == 1) else 1.0
             scaler.scale(loss * factor).backward()
-            assert words.weight.grad is not None
             assert not words.weight.grad.is_coalesced()
             scaler.step(optimizer)
             scaler.update()

@@ -43,8 +43,7 @@ WAYS = "views", "lazy", "gradients", "fully"
 
 
 def new_scaler(kind: Any = torch.amp.GradScaler) -> torch.amp.GradScaler:
-    made: torch.amp.GradScaler = kind("cpu", init_scale=2.0**8, growth_interval=2)
-    return made
+    return kind("cpu", init_scale=2.0**8, growth_interval=2)
 
 
 def note_steps(optimizer: torch.optim.Optimizer) -> list[int]:
@@ -120,7 +119,6 @@ class Odd(nn.Module):
         if self.table is not None:
             rows: Tensor = self.table(torch.tensor([1, 1, 2]))
             return (rows * gradient).sum()
-        assert self.small is not None
         loss: Tensor = self.small(torch.full((1, 3), gradient, dtype=torch.float64)).sum()
         return loss if self.large is None else loss + self.large(torch.ones(1, 3)).square().mean()
 

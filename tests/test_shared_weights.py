@@ -23,8 +23,7 @@ class Tied(nn.Module):
         self.others = nn.Linear(6, 6)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.head(self.others(self.tokens(tokens)))
-        return out
+        return self.head(self.others(self.tokens(tokens)))
 
 
 def optimizer_of(model: nn.Module) -> ZeroRedundancyOptimizer:

@@ -35,7 +35,6 @@ def give_up(peers: Network) -> float:
     verdicts = set(peers.verdicts().values())
     assert len(verdicts) == 1
     (verdict,) = verdicts
-    assert verdict is not None
     assert verdict.missing == tuple(sorted(peers.mute))
     assert len(verdict.message) <= 2048
     assert peers.most_at_once <= FAN
@@ -79,7 +78,6 @@ def test_who_cannot_be_connected_to_is_not_named_while_another_rank_is_silent() 
         peers.now += TIMEOUT + 5
         look_everywhere(peers)
         (verdict,) = set(peers.verdicts().values())
-    assert verdict is not None
     assert verdict.missing == (9,)
 
 
@@ -110,7 +108,6 @@ def test_ranks_whose_devices_wait_for_one_that_is_slow_look_once_too() -> None:
         began = peers.now
         for peer in peers.peers[1:]:
             work = peer.work
-            assert work is not None
             work.group.pending.clear()
             work.group.outstanding, work.started, work.waiting_since = work, began, None
         peers.now += 61

@@ -98,8 +98,7 @@ class Gate(nn.Module):
 
     def forward(self, value: Tensor) -> Tensor:
         TROUBLE.strike("forward")
-        gated: Tensor = _Gate.apply(value)
-        return gated
+        return _Gate.apply(value)
 
 
 @dataclass
@@ -185,8 +184,7 @@ class Scene:
 
     def forward(self) -> Tensor:
         self.steps += 1
-        loss: Tensor = self.wrapper(torch.full((2, 4), float(self.steps + dist.get_rank()))).square().mean()
-        return loss
+        return self.wrapper(torch.full((2, 4), float(self.steps + dist.get_rank()))).square().mean()
 
     def backward(self) -> None:
         self.forward().backward()

@@ -43,7 +43,6 @@ def cut_by_rows(here: Here, name: str, dtype: torch.dtype) -> Figures:
     for step in range(6):
         set_grads(whole, step)
         for param, parts, first in zip(whole, pieces, rows, strict=True):
-            assert param.grad is not None
             grads = param.grad.split([first, len(param) - first])
             for part, grad in zip(parts, grads, strict=True):
                 part.grad = grad.clone()

@@ -62,7 +62,6 @@ def ours(here: Here, stage: str, sizes: Sizes) -> Built:
     model = sizes.model(here, stage)
     adamw: dict[str, Any] = {"optimizer_class": torch.optim.AdamW, "lr": 1e-3, "fused": here.is_cuda}
     optimizer = ZeroRedundancyOptimizer(model.parameters(), bucket_cap_mb=sizes.layer / MIB, **adamw)
-    wrapped: Any
     if stage == "gradients":
         wrapped = ShardedDataParallel(model, optimizer)
     else:

@@ -38,8 +38,7 @@ def averaging(here: Here) -> Callable[[Any, Any], torch.futures.Future[Tensor]]:
 
     def sleeping_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         here.sleep()
-        future: torch.futures.Future[Tensor] = inner(state, bucket)
-        return future
+        return inner(state, bucket)
 
     return sleeping_hook
 
@@ -71,11 +70,9 @@ class Split(nn.Module):
         self._beside = torch.cuda.Stream(here.device) if here.is_cuda else None
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor
         hidden: Tensor = self.net(x)
         if self._beside is None:
-            out = self.side(hidden)
-            return out
+            return self.side(hidden)
         current = torch.cuda.current_stream()
         self._beside.wait_stream(current)
         hidden.record_stream(self._beside)

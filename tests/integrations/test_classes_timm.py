@@ -33,7 +33,6 @@ def trained(stage: int, opt: str, clips: bool) -> dict[str, torch.Tensor]:
     """Train with the calls of timm's train.py; stage 0 is as timm has it."""
     optim, utils, scheduler = timm_modules()
     model: nn.Module = Net()
-    wrapped: Any
     if not stage:
         wrapped = DistributedDataParallel(model)
         optimizer: Any = optim.create_optimizer_v2(model, opt, lr=1e-2, weight_decay=0.05)

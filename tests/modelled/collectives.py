@@ -226,8 +226,7 @@ class Communicators:
                 _exchange(given["output_tensor_list"], given["input_tensor_list"], group)
                 return None
             if name in _ALWAYS_ASYNC:
-                work: dist.Work | None = original(**given)
-                return work
+                return original(**given)
             original(**{**given, "async_op": False})
             return None
 

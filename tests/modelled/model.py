@@ -45,7 +45,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from modelled.clocks import Clock, Clocks, Event, Stream
+from modelled.clocks import Clocks, Event, Stream
 from modelled.collectives import Communicators
 from modelled.futures import Future, record_use
 from modelled.memory import Memory, Race
@@ -158,8 +158,7 @@ class StreamsModel:
             entered = _Switch.apply(value, anchor, self, stream, main)
             with self.clocks.using(stream):
                 result = function(entered)
-            left: Tensor = _Switch.apply(result, None, self, main, stream)
-            return left
+            return _Switch.apply(result, None, self, main, stream)
 
         stream.gets_memory_in_order = True  # it waits whenever something is to be done there
         return there
@@ -170,8 +169,7 @@ class StreamsModel:
         In the backward pass the other stream waits for the gradient made here. It does not wait for the
         backward pass of the other branch, though that may have been asked for before.
         """
-        total: Tensor = _Sum.apply(branch, other, self)
-        return total
+        return _Sum.apply(branch, other, self)
 
 
 class _Switch(torch.autograd.Function):
@@ -227,7 +225,6 @@ class _Queue:
         self._queue.put((dict(self._clocks.host.clock), item))
 
     def get(self, *args: Any, **kwargs: Any) -> Any:
-        clock: Clock
         clock, item = self._queue.get(*args, **kwargs)
         with self._clocks.lock:
             self._clocks.host.see(clock)
