@@ -27,12 +27,8 @@ class ByHand(Optimizer):
     ) -> None:
         groups = [dict(group) if isinstance(group, dict) else group for group in params]
         groups = groups if isinstance(groups[0], dict) else [{"params": groups}]
-        self.decay, self.master_dtype, self.default, self.options = (
-            ema_decay,
-            master_dtype,
-            optimizer_class,
-            options,
-        )
+        self.decay, self.master_dtype = ema_decay, master_dtype
+        self.default, self.options = optimizer_class, options
         self.wide: dict[Tensor, nn.Parameter] = {}
         self.plain: list[Optimizer] = []
         self.averages: dict[Tensor, Tensor] = {}

@@ -16,7 +16,7 @@ from torch import nn
 
 from pool import Ranks, on_ranks
 from test_checkpoint import Run, flip
-from training import assert_same_bits, assert_same_state, make_params, set_grads, twin
+from training import assert_same_bits, assert_same_state, assert_same_value, make_params, set_grads, twin
 from zero_optim import ZeroRedundancyOptimizer, checkpoint, cli
 from zero_optim.checkpoint import offline
 from zero_optim.checkpoint.content import RankContent
@@ -46,16 +46,11 @@ def test_a_checkpoint_is_inspected_and_becomes_a_file_of_torch_optim_and_of_weig
     for out in ("weights.pt", "weights.safetensors"):
         assert cli.main(["consolidate", str(tmp_path / "one"), str(tmp_path / out), "--weights"]) == 0
     weights = torch.load(tmp_path / "weights.pt", weights_only=True)
-    assert list(weights) == list(expected["weights"])
+    assert_same_value(dict(weights), dict(expected["weights"]))
     safetensors = pytest.importorskip("safetensors.torch")
     loaded = safetensors.load_file(tmp_path / "weights.safetensors")
-    for name, tensor in expected["weights"].items():
-        if isinstance(tensor, torch.Tensor):
-            assert torch.equal(weights[name], tensor)
-            assert weights[name].stride() == tensor.stride()
-            assert torch.equal(loaded[name], tensor)
-        else:
-            assert weights[name] == tensor
+    for name, tensor in weights.items():
+        assert not isinstance(tensor, torch.Tensor) or torch.equal(loaded[name], tensor)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [
         "optimizer.pt", "weights.pt", "weights.safetensors",
     ]  # fmt: skip
