@@ -40,7 +40,7 @@ def train(here: Here, kind: str, world: int, watched: bool) -> None:
     store = dist.FileStore(str(here.store), 1)  # type: ignore[attr-defined]
     dist.init_process_group(here.backend, store=store, rank=0, world_size=1)
     if world > 1:
-        pretend(here, world)
+        pretend(world)
     iterate = training(here, kind, clips=False)
     with only_own_stamps():
         for _ in range(6):

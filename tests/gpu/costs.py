@@ -84,7 +84,7 @@ def synchronizations(here: Here, kind: str, clips: bool, most: int, world: int) 
     backend), so that the code of several ranks runs in one process. Not gloo: it waits itself.
     """
     if world > 1:
-        pretend(here, world)
+        pretend(world)
     torch.use_deterministic_algorithms(False)  # its kernels may wait where the others do not
     with ExitStack() as stack:
         stack.enter_context(only_own_stamps())
@@ -140,12 +140,9 @@ def waits_for_events(kind: type) -> Iterator[list[str]]:
 
     def synchronizing(event: Any) -> None:
         if getattr(event, "recorded_in", None) == num_backwards():
-            frames = [
-                frame
-                for frame in traceback.extract_stack()
-                if frame.filename not in (__file__, streams.__file__)
-            ]
-            waits.append(f"{Path(frames[-1].filename).name}:{frames[-1].lineno}")
+            own = (__file__, streams.__file__)
+            frame = next(frame for frame in reversed(traceback.extract_stack()) if frame.filename not in own)
+            waits.append(f"{Path(frame.filename).name}:{frame.lineno}")
         synchronize(event)
 
     with ExitStack() as stack:
@@ -155,10 +152,9 @@ def waits_for_events(kind: type) -> Iterator[list[str]]:
         yield waits
 
 
-def pretend(here: Here, world: int) -> None:
+def pretend(world: int) -> None:
     """Put a group of several ranks, which does nothing, in the place of the one there is."""
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world)
-    del here
 
 
 @contextmanager

@@ -28,10 +28,8 @@ from zero_optim.ddp import DistributedDataParallel, FullyShardedDataParallel, Sh
 from zero_optim.errors import ZeroOptimError
 from zero_optim.hooks import zero_step
 
-with (
-    warnings.catch_warnings()
-):  # it uses torch.jit.script, which is deprecated, and not where tests replace calls
-    warnings.simplefilter("ignore")
+with warnings.catch_warnings():  # not where tests replace calls
+    warnings.simplefilter("ignore")  # it uses torch.jit.script, which is deprecated
     from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeroRedundancyOptimizer
 
 OURS = ("ZeRO-1", "ZeRO-1, clipped", "gather_lazily", "zero_step", "ZeRO-2", "ZeRO-3", "ZeRO-3, bf16")
@@ -153,7 +151,7 @@ def _cost(here: Here, recipe: str, world: int, width: int, depth: int) -> list[f
         before = torch.cuda.memory_allocated(here.device)
     with ExitStack() as stack:
         if recipe == "FSDP2":  # it wants a backend in C++, and DDP futures that hold tensors
-            pretend(here, world)
+            pretend(world)
             stack.callback(dist.destroy_process_group)
         else:
             switch = stack.enter_context(looped(here, world, "early"))
