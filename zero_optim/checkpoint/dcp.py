@@ -17,6 +17,7 @@ from zero_optim.errors import StateMismatchError
 from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.groups import options_of
 from zero_optim.plan.pieces import Piece
+from zero_optim.plan.strides import contiguous_strides, dense_strides, strides_of_rows
 from zero_optim.state.moving import CutState
 
 
@@ -41,11 +42,9 @@ class OptimizerState:
         """Return the state that this rank owns, or the dict to load into; does not communicate."""
         optimizer, names = self._optimizer, names_of(self._optimizer, self._model)
         name_of, rank, cuts = names.name, optimizer.ranks.rank, optimizer.core.cut_states()
-        owned = {
-            name_of[param]: (cuts[param], cuts[param].piece_of(rank)) if param in cuts else None
-            for param in optimizer.owned_parameters()
-        }
-        state = Owned(owned)
+        params = {name_of[param]: param for param in optimizer.owned_parameters()}
+        owned = {name: (cuts[p], cuts[p].piece_of(rank)) if p in cuts else None for name, p in params.items()}
+        state = Owned(params, owned)
         for key, value in optimizer.owned_state().items():
             if not isinstance(key, Tensor):
                 state.setdefault("everywhere", {})[key] = value
@@ -82,11 +81,13 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 class Owned(dict[str, Any]):
-    """A nested dict to save or to load into; ``owned``: this rank's parameters, and of cut ones its piece."""
+    """A nested dict to save or to load into; ``owned``: names of this rank's, and of cut ones its piece."""
 
-    def __init__(self, owned: Mapping[str, tuple[CutState, Piece] | None]) -> None:
+    def __init__(
+        self, params: Mapping[str, Tensor], owned: Mapping[str, tuple[CutState, Piece] | None]
+    ) -> None:
         super().__init__(state={}, options=None)
-        self._owned = owned
+        self._params, self._owned = params, owned
         self.planned = False
 
     def ask_for_all(self, prefix: str, metadata: meta.Metadata) -> None:
@@ -96,20 +97,25 @@ class Owned(dict[str, Any]):
             if path[0] != prefix or (path[1] == "state" and path[2] not in self._owned):
                 continue
             about, place = metadata.state_dict_metadata[key], cast("Tensor | None", None)
-            cut_here = self._owned[str(path[2])] if path[1] == "state" and len(path) == 4 else None
             if isinstance(about, meta.TensorStorageMetadata):
-                shape, dtype = tuple(about.size), about.properties.dtype
-                if cut_here is not None and cut_here[0].is_cut(path[3], shape):
-                    cut, piece = cut_here
-                    place = RowsToLoad.of(
-                        torch.empty(cut.shape_of(piece), dtype=dtype, device="cpu"), shape, piece.start
-                    )
-                else:
-                    place = torch.empty(shape, dtype=dtype, device="cpu")
+                name, entry = path[2:] if path[1] == "state" and len(path) == 4 else ("", "")
+                place = self._place(str(name), entry, tuple(about.size), about.properties.dtype)
             target: dict[Any, Any] = self
             for part in path[1:-1]:
                 target = target.setdefault(part, {})
             target[path[-1]] = place
+
+    def _place(self, name: str, entry: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Make what an entry is loaded into, in its parameter's order of memory, as classes make it."""
+        param, cut_here = self._params.get(name), self._owned.get(name)
+        is_alike = param is not None and param.shape == shape
+        strides = dense_strides(param) if param is not None and is_alike else contiguous_strides(shape)
+        if cut_here is None or not cut_here[0].is_cut(entry, shape):
+            return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+        cut, piece = cut_here
+        rows = cut.shape_of(piece)
+        place = torch.empty_strided(rows, strides_of_rows(strides, shape[0], rows), dtype=dtype, device="cpu")
+        return RowsToLoad.of(place, shape, piece.start)
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
