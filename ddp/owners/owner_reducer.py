@@ -90,14 +90,15 @@ class OwnerReducer(Reducer):
         for at in dense[-1:]:  # the last one carries the word of a failure
             index_lists.append(index_lists.pop(at))
 
-        def make(indices: Sequence[int], *, number: int, is_last: bool) -> OwnerBucket:
+        self._buckets: list[OwnerBucket] = []
+        for number, indices in enumerate(index_lists):
             schedule = engine.buckets_of([params[indices[0]]])[0].schedule  # of the one with all of them
-            place = reduced, self.options, number
-            return OwnerBucket(
-                sorted(indices, reverse=True), *place, is_last=is_last, schedule=schedule, owners=owners
+            place, is_last = (reduced, self.options, number), number == len(index_lists) - 1
+            slots = sorted(indices, reverse=True)
+            self._buckets.append(
+                OwnerBucket(slots, *place, is_last=is_last, schedule=schedule, owners=owners)
             )
-
-        return BucketAssignment.of(self.names, index_lists, make)
+        return BucketAssignment.of(self.names, self._buckets)
 
     def _owners(self) -> Owners:
         optimizer, dtypes = self._optimizer, dict[Tensor, torch.dtype]()
@@ -135,9 +136,8 @@ class OwnerReducer(Reducer):
         """Put reduced gradients aside: autograd would add unreduced ones to them."""
         if self._check is not None:
             self._check.start()
-        sums = OwnerSums(self._summing, *self._route)
-        for bucket in self.assignment.buckets:
-            assert isinstance(bucket, OwnerBucket)  # see `_assigned`
+        sums = OwnerSums(self._buckets, self._summing, *self._route)
+        for bucket in self._buckets:
             earlier = {}
             for slot, (index, param) in enumerate(zip(bucket.indices, bucket.params, strict=True)):
                 if param.grad is not None and not self.unreduced[index]:

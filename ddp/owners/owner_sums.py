@@ -8,7 +8,7 @@ Note [Sums across replicas]
     it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -30,24 +30,26 @@ class OwnerSums:
 
     def __init__(
         self,
+        buckets: Sequence[OwnerBucket],  # by number
         everyone: RankGroup,
         inner: RankGroup,  # the ranks of this replica
         lanes: Lease,  # for exchanges among them
         across: RankGroup | None = None,  # owners of the same rows in all replicas
     ) -> None:
-        self._everyone, self._inner, self._lanes, self._across = everyone, inner, lanes, across
+        self._buckets, self._everyone, self._inner = buckets, everyone, inner
+        self._lanes, self._across = lanes, across
         self._received = ReceiveBuffer()
         # Of sums, of what brings them to owners, and of sums across replicas; each of one bucket at a time.
         self._flows = Flow(1), Flow(1), Flow(1)
 
-    def launch(self, bucket: ReducerBucket) -> Pending[Tensor]:
+    def launch(self, full: ReducerBucket) -> Pending[Tensor]:
         """Start a bucket; the result is what it returns as it takes the sum of this rank's row over."""
+        bucket = self._buckets[full.number]
         if bucket.is_sparse:  # every rank gets the sum
             with self._lanes:
                 for flow in self._flows:
                     flow.wait()
             return self._everyone.start_sum(bucket.flat, bucket.label)
-        assert isinstance(bucket, OwnerBucket)  # as `OwnerReducer` makes them
         results: list[Tensor] = []
         sums, bringing, replicas = self._flows
         with self._lanes:  # nobody else shall have them if something fails

@@ -8,9 +8,8 @@ Note [PyTorch's buckets]
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 import torch
@@ -90,14 +89,8 @@ class BucketAssignment:
     places: Sequence[tuple[ReducerBucket, int]] = ()
 
     @classmethod
-    def of(
-        cls, names: Sequence[str], index_lists: Sequence[Sequence[int]], make: Callable[..., ReducerBucket]
-    ) -> "BucketAssignment":
-        """Make buckets of parameters, each of which is in one, by indices, number, and ``is_last``."""
-        last = len(index_lists) - 1
-        buckets = [
-            make(indices, number=number, is_last=number == last) for number, indices in enumerate(index_lists)
-        ]
+    def of(cls, names: Sequence[str], buckets: Sequence[ReducerBucket]) -> "BucketAssignment":
+        """Find the places of parameters, each of which is in one bucket."""
         places = {index: (each, slot) for each in buckets for slot, index in enumerate(each.indices)}
         return cls(names, buckets, [places[index] for index in range(len(names))])
 
@@ -115,8 +108,12 @@ def assign(
     index_lists = assign_buckets(keys, nbytes, caps, range(len(keys)) if order is None else order)
     if order is None:
         index_lists.sort(key=min, reverse=True)
-    make = partial(ReducerBucket, reduced=reduced, options=options)
-    return BucketAssignment.of(reduced.names, index_lists, make)
+    last = len(index_lists) - 1
+    buckets = [
+        ReducerBucket(indices, reduced, options, number, is_last=number == last)
+        for number, indices in enumerate(index_lists)
+    ]
+    return BucketAssignment.of(reduced.names, buckets)
 
 
 def describe_params(pairs: Iterable[tuple[str, Tensor]]) -> list[str]:
