@@ -15,7 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import Timeout
+from zero_optim.compat.streams import HostCopy, to_device
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.plan.partition import assign_buckets
 from zero_optim.plan.strides import dense_strides
@@ -157,6 +159,15 @@ class History:
     def order(self) -> list[int]:
         """Return all parameters in the order of gradients; the last have none."""
         return self.last_order + sorted(set(range(self.num_params)) - set(self.last_order))
+
+    def order_of_first(self, group: RankGroup) -> list[int]:
+        """Return rank 0's `order`; all ranks call, and the CPU waits, this once."""
+        agreed = to_device(torch.tensor(self.order(), dtype=torch.int64, device="cpu"), group.device)
+        # Not "agree": where it meets an agreement, ranks have made different calls, which is to be seen.
+        for work in group.during("order").broadcast_rows([(0, agreed)], "gradients"):
+            work.wait()
+        order: list[int] = group.read(HostCopy(agreed)).tolist()
+        return order
 
     def conclude(
         self,

@@ -1,9 +1,8 @@
 """One backward pass: counts gradients, launches buckets, records failures."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,17 +13,12 @@ from zero_optim.ddp.reducer import report
 from zero_optim.ddp.reducer.assignment import BucketAssignment, History, ReducerOptions
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.graph import accumulates
-from zero_optim.ddp.reducer.reduction import Launch
-from zero_optim.ddp.reducer.report import FailureReport
+from zero_optim.ddp.reducer.reduction import Launch, Launched
+from zero_optim.ddp.reducer.report import FailureNotes, FailureReport
 from zero_optim.ddp.reducer.stream_order import StreamOrder
-from zero_optim.errors import ReductionError
 from zero_optim.flow.schedule import Moment
-from zero_optim.plan.groups import names_text
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.task import Task
-
-if TYPE_CHECKING:
-    from zero_optim.flow.pending import Pending
 
 
 class Phase(Enum):
@@ -65,7 +59,7 @@ class BackwardPass(Task):
         self._assignment = assignment
         self._places = assignment.places
         self._engine, self._launch = engine, launch
-        self.launched: list[tuple[ReducerBucket, Pending[Tensor]]] = []
+        self.launched = Launched()
         self._divisor = divisor
         self.held_up = held_up
         # 0 while that is learnt: whatever comes is unusual
@@ -77,7 +71,7 @@ class BackwardPass(Task):
         self._num_early = len(buckets) - self.has_word  # buckets that are launched when full
         self._waiting = [len(bucket.indices) for bucket in buckets]  # gradients to come, by bucket
         self._set_aside: dict[int, Tensor] = {}  # gradients of parameters that perhaps no rank used
-        self._failures: dict[str, list[str]] = {}  # names of parameters, by text
+        self.failures = FailureNotes(assignment.names)
         device = buckets[0].flat.device
         self._streams = StreamOrder(device, len(buckets)) if is_asynchronous(device) else None
 
@@ -88,24 +82,13 @@ class BackwardPass(Task):
         if self.phase is not Phase.RUNNING:
             return
         self.phase = Phase.BROKEN_OFF
-        self._failures[report.BROKE_OFF] = []
+        self.failures.add(report.BROKE_OFF)
         self.give_back(drops=True)  # before the user looks, or calls zero_grad()
 
     def give_back(self, *, drops: bool) -> None:
         """See `ReducerBucket.give_back`."""
         for bucket in self._assignment.buckets:
             bucket.give_back(drops=drops)
-
-    def note(self, text: str, index: int) -> None:
-        """Note an error about a parameter's gradient: a text of `report`."""
-        names, name = self._failures.setdefault(text, []), self._assignment.names[index]
-        if name not in names:
-            names.append(name)
-
-    def failure_text(self) -> str | None:
-        """Return all errors as one text, each with its parameters, or None."""
-        texts = sorted(self._failures, key=lambda text: text != report.BROKE_OFF)  # that comes first
-        return "; ".join(text.format(names_text(self._failures[text])) for text in texts) or None
 
     # ------------------------------------------------------------------ gradients come
 
@@ -148,11 +131,11 @@ class BackwardPass(Task):
                 self.order.append(index)
         elif self.kind == "learnt":
             if calls > expected:
-                self.note(report.MORE, index)
+                self.failures.add(report.MORE, index)
         elif expected or calls > 1:
-            self.note(report.TWICE, index)
+            self.failures.add(report.TWICE, index)
         elif bucket.number < self.num_passed:
-            self.note(report.LATE_GRADIENT, index)
+            self.failures.add(report.LATE_GRADIENT, index)
         else:
             bucket.pending.append(slot)
 
@@ -204,8 +187,8 @@ class BackwardPass(Task):
             bucket.record_use(range(len(bucket.params)))
         self._take_rest(bucket, used)
         for slot in bucket.pop_misfits():
-            self.note(report.DENSE if bucket.is_sparse else report.SPARSE, bucket.indices[slot])
-        if number == self._num_early and self._failures:
+            self.failures.add(report.DENSE if bucket.is_sparse else report.SPARSE, bucket.indices[slot])
+        if number == self._num_early and self.failures:
             bucket.write_failure_word()  # the last, at the end: nothing more can go wrong
         self._reduce_next()
 
@@ -228,7 +211,7 @@ class BackwardPass(Task):
 
     def reduce(self, bucket: ReducerBucket) -> None:
         """Start the reduction of a bucket; the engine calls."""
-        self.launched.append((bucket, self._launch(bucket)))
+        self.launched.add(bucket, self._launch(bucket))
 
     def launch_zeros(self, last_order: Sequence[int]) -> None:
         """Launch all buckets as they are; the other ranks use what was used in the last pass."""
@@ -247,14 +230,12 @@ class BackwardPass(Task):
         assert self.phase is not Phase.ENDING, "a pass ends once"
         self.phase = Phase.ENDING
         if self.kind in ("every", "learnt") and self.calls != self._expected:
-            told = {name for names in self._failures.values() for name in names}
-            named = enumerate(zip(self._assignment.names, self.calls, self._expected, strict=True))
-            for index, (name, calls, expected) in named:
-                if calls < expected and not self._carried[index] and name not in told:
-                    self.note(report.FEWER if self.kind == "learnt" else report.NO_GRADIENT, index)
+            for index, (calls, expected) in enumerate(zip(self.calls, self._expected, strict=True)):
+                if calls < expected and not self._carried[index] and not self.failures.has(index):
+                    self.failures.add(report.FEWER if self.kind == "learnt" else report.NO_GRADIENT, index)
         for index in self._undefined if self.kind == "learnt" else ():
             if self._has_gradient(index):  # would be handed out as it came, not reduced
-                self.note(report.MORE, index)
+                self.failures.add(report.MORE, index)
         while self.num_passed < len(self._waiting):
             self._launch_next()
 
@@ -270,34 +251,11 @@ class BackwardPass(Task):
                 self._carried[index] or (calls > 0 and self._has_gradient(index))
                 for index, calls in enumerate(self.calls)
             ]
-        return FailureReport(group, self.failure_text(), used, in_last_bucket=self.has_word)
-
-    def results(self, report: FailureReport | None = None) -> Iterator[tuple[ReducerBucket, Tensor]]:
-        """Wait for each launched bucket, and yield it with its gradients; a report reads its word."""
-        for bucket, pending in self.launched:
-            reduced = pending.wait()
-            if report is not None and report.awaits_word and bucket.is_last:
-                report.read_word(reduced)
-            yield bucket, reduced
-
-    def drain(self, report: FailureReport | None = None) -> None:
-        """Wait for every launched bucket, and drop the results."""
-        for _ in self.results(report):
-            pass
-
-    def check(self, report: FailureReport) -> None:
-        """Raise ReductionError on every rank if one failed; all ranks call, before `give`."""
-        try:
-            if report.in_last_bucket:
-                self.drain(report)
-            report.check()
-        except ReductionError:
-            self.drain()
-            raise
+        return FailureReport(group, self.failures.text(), used, in_last_bucket=self.has_word)
 
     def give(self, unused: Sequence[bool], report: FailureReport) -> None:
         """Wait for every bucket, and hand out the gradients of used parameters."""
-        for bucket, reduced in self.results(report):
+        for bucket, reduced in self.launched.results(report):
             if not self.is_empty:
                 bucket.give(reduced, unused)
             for slot, index in enumerate(bucket.indices if self._set_aside else ()):

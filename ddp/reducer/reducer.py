@@ -18,13 +18,13 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat.autograd import in_backward, in_distributed_autograd, shadowed_pass
-from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
+from zero_optim.compat.streams import is_asynchronous
 from zero_optim.ddp.reducer.assignment import BucketAssignment, History, ReducedParams, ReducerOptions, assign
 from zero_optim.ddp.reducer.backward_pass import BackwardPass, PassWithGraph, Phase
 from zero_optim.ddp.reducer.graph import UnusedSearch, tensors_in
 from zero_optim.ddp.reducer.inbox import Inbox, Ties, announce_backward, remove, weakly, when_backward_ends
 from zero_optim.ddp.reducer.reduction import Hook, HookSlot, Launch
-from zero_optim.ddp.reducer.report import WITHOUT_GRAPH, WRAPPED_ANEW, FailureReport
+from zero_optim.ddp.reducer.report import IN_RPC_CONTEXT, WITHOUT_GRAPH, WRAPPED_ANEW, FailureReport
 from zero_optim.errors import ReductionError
 from zero_optim.health.watchdog import watch
 from zero_optim.step.unreduced import add_reducer, remove_reducer
@@ -88,17 +88,10 @@ class Reducer:
     @torch.no_grad()
     def rebuild(self) -> bool:
         """Rebuild buckets in rank 0's order of gradients, if due; returns whether it did. All ranks call."""
-        if self._inbox.running is not None:
+        is_due = not self.has_rebuilt and self.history.knows_order(self.options)
+        if self._inbox.running is not None or not is_due:
             return False
-        if self.has_rebuilt or not self.history.knows_order(self.options):
-            return False
-        agreed = to_device(
-            torch.tensor(self.history.order(), dtype=torch.int64, device="cpu"), self.group.device
-        )
-        # Not "agree": where it meets an agreement, ranks have made different calls, which is to be seen.
-        for work in self.group.during("order").broadcast_rows([(0, agreed)], "gradients"):
-            work.wait()
-        self._assign(self.group.read(HostCopy(agreed)).tolist())  # the CPU waits, this once
+        self._assign(self.history.order_of_first(self.group))
         for bucket in self.assignment.buckets:
             bucket.adopt()
         self.has_rebuilt = True
@@ -146,11 +139,7 @@ class Reducer:
         """Expect passes from now on, and look at an output before the user gets it; ranks do so alike."""
         self._is_expected = True
         if in_distributed_autograd():
-            raise RuntimeError(
-                "zero_optim.ddp does not work with torch.distributed.autograd: gradients go to its context, "
-                "and would not be reduced. Use torch.nn.parallel.DistributedDataParallel in a "
-                "torch.distributed.autograd.context(), or leave the context out if nothing is computed by RPC"
-            )
+            raise RuntimeError(IN_RPC_CONTEXT)
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         if self.options.find_unused_parameters and not self.options.static_graph:
             self._search.look(tensors)
@@ -234,7 +223,7 @@ class Reducer:
         broke_off = current.phase is Phase.BROKEN_OFF
         lost = self._inbox.lost(current.calls)
         for index, text in lost.items():
-            current.note(text, index)
+            current.failures.add(text, index)
         if not (any(current.calls) or current.asks_for_use or broke_off or lost):
             return  # torch.autograd.grad went through the output, and computed no parameter's gradient
         carried, self.unreduced = self.unreduced, [False] * len(self.params)
@@ -249,16 +238,16 @@ class Reducer:
     def _hand_out(self, current: BackwardPass, *, defers: bool, drops: bool = False) -> None:
         if self.slot.hook is not None:  # on gloo PowerSGD issues some collectives late, from other threads
             with self.slot.minding():
-                current.drain()
+                current.launched.drain()
         report = current.report(self.group)
         checks_first = current.is_empty or (not defers and (self.checks_first or current.asks_for_use))
         if checks_first:
-            current.check(report)
+            current.launched.check(report)
         used = report.read_used() if current.asks_for_use else []
         unused = [not flag for flag in used] or self.history.unused or [False] * len(self.params)
         with self.slot.minding():
             if drops:
-                for bucket, _ in current.results(report):
+                for bucket, _ in current.launched.results(report):
                     if bucket.as_views:  # other gradients are left alone
                         bucket.flat.zero_()
             else:

@@ -13,13 +13,51 @@ from torch.futures import Future
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.compat import private
 from zero_optim.ddp.reducer.gradient_bucket import GradBucket, ReducerBucket
-from zero_optim.errors import message_of
+from zero_optim.ddp.reducer.report import FailureReport
+from zero_optim.errors import ReductionError, message_of
 from zero_optim.flow.pending import Pending
 
 Hook = Callable[[Any, Any], Future[Tensor]]  # (state, bucket), PyTorch's contract
 
 # Starts the reduction of a bucket to the gradients: one tensor of the bucket's length, or a sparse one.
 Launch: TypeAlias = Callable[[ReducerBucket], Pending[Tensor]]
+
+
+class Launched:
+    """The reductions that a pass has started, in order."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[ReducerBucket, Pending[Tensor]]] = []
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def add(self, bucket: ReducerBucket, reduction: Pending[Tensor]) -> None:
+        """Take one more."""
+        self._pairs.append((bucket, reduction))
+
+    def results(self, report: FailureReport | None = None) -> Iterator[tuple[ReducerBucket, Tensor]]:
+        """Wait for each bucket, and yield it with its gradients; a report reads its word."""
+        for bucket, reduction in self._pairs:
+            reduced = reduction.wait()
+            if report is not None and report.awaits_word and bucket.is_last:
+                report.read_word(reduced)
+            yield bucket, reduced
+
+    def drain(self, report: FailureReport | None = None) -> None:
+        """Wait for every bucket, and drop the results."""
+        for _ in self.results(report):
+            pass
+
+    def check(self, report: FailureReport) -> None:
+        """Raise ReductionError on every rank if one failed; all ranks call, before they use results."""
+        try:
+            if report.in_last_bucket:
+                self.drain(report)
+            report.check()
+        except ReductionError:
+            self.drain()
+            raise
 
 
 class HookSlot:

@@ -24,6 +24,7 @@ from zero_optim.comm.frames import ranks_by_value, ranks_text
 from zero_optim.compat.streams import HostCopy, is_asynchronous, to_device
 from zero_optim.errors import ReductionError
 from zero_optim.flow.pending import Pending
+from zero_optim.plan.groups import names_text
 
 
 class FailureReport:
@@ -81,9 +82,38 @@ class FailureReport:
             raise ReductionError(f"the gradients of {which} backward pass cannot be used. {each}{late}")
 
 
+class FailureNotes:
+    """What went wrong with the gradients of one pass on this rank: texts below, each with its parameters."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names  # of all parameters
+        self._noted: dict[str, dict[str, None]] = {}  # names of parameters, by text
+
+    def __bool__(self) -> bool:
+        return bool(self._noted)
+
+    def add(self, text: str, *indices: int) -> None:
+        """Note an error about the gradients of some parameters."""
+        self._noted.setdefault(text, {}).update((self._names[index], None) for index in indices)
+
+    def has(self, index: int) -> bool:
+        """Whether an error was noted about a parameter's gradient."""
+        return any(self._names[index] in noted for noted in self._noted.values())
+
+    def text(self) -> str | None:
+        """Return all errors as one text, each with its parameters, or None."""
+        texts = sorted(self._noted, key=lambda text: text != BROKE_OFF)  # that comes first
+        return "; ".join(text.format(names_text([*self._noted[text]])) for text in texts) or None
+
+
 WRAPPED_ANEW = (
     "the module, or a part of it, has been wrapped anew, and its gradients are reduced by the wrapper that "
     "was made last: call that one, and drop this one"
+)
+IN_RPC_CONTEXT = (
+    "zero_optim.ddp does not work with torch.distributed.autograd: gradients go to its context, "
+    "and would not be reduced. Use torch.nn.parallel.DistributedDataParallel in a "
+    "torch.distributed.autograd.context(), or leave the context out if nothing is computed by RPC"
 )
 WITHOUT_GRAPH = (
     "a backward pass with create_graph=True reduces the gradients, not the graph that computes them: "
