@@ -225,7 +225,7 @@ class UnitConstruction:
             **self.arguments.limits,
         )
         sparse = [name for name, _ in trained if name in with_sparse]
-        follow, begin = weakly(units.gradient_came), weakly(units.begin_backward)
+        follow, begin = weakly(units.backward.gradient_came), weakly(units.backward.begin)
         outermost = frozenset(units.units[0].params)
         ties = Ties(optimizer.core.engine, wanted, follow=follow, begin=begin, last=outermost)
         return OwnerReducer(trained, optimizer, reducer_options, ties, sparse=sparse, mesh=mesh)

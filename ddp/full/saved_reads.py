@@ -46,7 +46,10 @@ class SavedReads:
             self._hooks.__exit__()
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int, Unit | None]:
-        if is_freed(tensor):
+        unit = None
+        if tensor.layout is torch.strided:
+            unit = self._unit_of.get(private.cdata(tensor.untyped_storage()))
+        if unit is None and is_freed(tensor):
             for of in self._units:
                 if any(bucket.shows_freed(tensor) for bucket in of.buckets):
                     raise RuntimeError(
@@ -54,9 +57,6 @@ class SavedReads:
                         "while it is not whole, so that it shows NaN: make the module that uses it a unit in "
                         f"which {of.name} is no unit of its own, or leave both to the outermost one"
                     )
-        unit = None
-        if tensor.layout is torch.strided:
-            unit = self._unit_of.get(private.cdata(tensor.untyped_storage()))
         # What an operation saves of its own output refers to the operation: a cycle that nobody would free.
         return tensor.detach(), tensor._version, unit
 

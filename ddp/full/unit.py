@@ -1,20 +1,23 @@
 """One unit, what the engine does to its buckets, and the order in which units are needed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero_optim.compat.autograd import in_backward
 from zero_optim.ddp.reducer.graph import on_gradient
 from zero_optim.errors import RankMismatchError
 from zero_optim.flow.pending import Pending
+from zero_optim.flow.schedule import Moment, Operation
 from zero_optim.health.unit_stamps import Purpose
 from zero_optim.shard.bucket import Bucket
+from zero_optim.shard.engine import Engine
 from zero_optim.shard.gathers import UnitGathers
+from zero_optim.shard.module_calls import Call
 from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.task import Task
 
@@ -74,12 +77,12 @@ class Unit:
         return False
 
     def take_gradient(self, index: int) -> bool:
-        """Note the gradient of a parameter; return whether the backward pass is done with the unit."""
+        """Note the gradient of one that it waits for; return whether the backward pass is done with it."""
         self._arrived.add(index)
         return self._end_if_done()
 
     def _end_if_done(self) -> bool:
-        is_done = not self._uses and self._arrived >= self.waits_for
+        is_done = not self._uses and len(self._arrived) == len(self.waits_for)
         if is_done:
             self._arrived.clear()
         return is_done
@@ -126,6 +129,7 @@ class UnitTask(Task):
 
     def clean_up(self, error: BaseException, buckets: Sequence[Any]) -> None:
         """If ranks gather different units, free these, and forget all gathers, which may never come."""
+        self.awaited, self._is_here = None, False
         if isinstance(error, RankMismatchError):
             for unit in self._units:
                 for bucket in unit.buckets:
@@ -141,8 +145,58 @@ class UnitTask(Task):
 
     def end(self) -> None:
         """Compare the stamps that came."""
-        if self._tells and self._is_here:
+        is_here, self._is_here = self._is_here, False
+        if self._tells and is_here:
             self._gathers.stamps.look()
+
+
+class UnitOperations:
+    """Gathers and frees the units of a model, those that nobody needs whole; communicates."""
+
+    def __init__(
+        self, units: Sequence[Unit], calls: Sequence[Call], unit_of: Mapping[nn.Module, Unit]
+    ) -> None:
+        self.units = units  # by number
+        self.requested: list[Unit] = []  # that somebody needs whole, once for each request
+        self._calls, self._unit_of = calls, unit_of  # those under way, and the units of their modules
+
+    def use(self, engine: Engine, gathers: UnitGathers) -> None:
+        """Gather for this optimizer from now on."""
+        self._engine = engine
+        self._tasks = {
+            (purpose, tells): UnitTask(self.units, gathers, purpose, tells=tells)
+            for purpose in Purpose
+            for tells in (False, True)
+        }
+
+    def at(
+        self,
+        moment: Moment,
+        buckets: Sequence[Any],
+        purpose: Purpose = Purpose.TRAINING,  # of gathers
+        *,
+        tells: bool = False,
+        only: Operation | None = None,
+    ) -> None:
+        """Run what a moment has for buckets."""
+        if buckets:
+            self._engine.on(moment, buckets, self._tasks[purpose, tells], only)
+
+    def num_users(self, unit: Unit) -> int:
+        """Count the requests, and the calls under way, that need a unit whole."""
+        num = self.requested.count(unit)
+        for call in self._calls:
+            num += self._unit_of[call.module] is unit
+        return num
+
+    def free_unused(self, units: Iterable[Unit], moment: Moment = Moment.AFTER_MODULE) -> None:
+        """Free those that nobody needs."""
+        self.at(moment, buckets_of(unit for unit in units if not self.num_users(unit)))
+
+
+def buckets_of(units: Iterable[Unit]) -> list[RowBucket]:
+    """List the buckets of units."""
+    return [bucket for unit in units for bucket in unit.buckets]
 
 
 @dataclass(slots=True, eq=False)
@@ -161,20 +215,21 @@ class UnitOrder:
     """The order in which passes of one kind need units: in the one `before`, and `now`."""
 
     def __init__(self) -> None:
-        self.before: list[int] = []
-        self.now: list[int] = []
+        self.before: list[Unit] = []
+        self.now: list[Unit] = []
         self.is_under_way = False
 
-    def begin(self) -> list[int]:
+    def begin(self) -> list[Unit]:
         """Begin a pass; return its order, which is `now` until it ends."""
         self.now, self.is_under_way = [], True
         return self.now
 
-    def reached(self, number: int) -> list[int]:
+    def reached(self, unit: Unit) -> Unit | None:
         """Note that a unit is needed; return the one that came next in the pass before, if any."""
-        place = len(self.now)
-        self.now.append(number)
-        return self.before[place + 1 : place + 2] if self.before[place : place + 1] == [number] else []
+        here = len(self.now)
+        self.now.append(unit)
+        expected = self.before[here : here + 2]
+        return expected[1] if len(expected) == 2 and expected[0] is unit else None
 
     def end(self, *, broke_off: bool = False) -> None:
         """End a pass; if an exception did, the former order holds."""
