@@ -82,7 +82,7 @@ class OwnerSums:
 
     def _finish(self, results: list[Tensor]) -> Tensor:
         """Wait for a bucket, and for those before."""
-        with self._lanes:
-            while not results:
+        while not results:
+            with self._lanes:
                 next(flow for flow in self._flows[::-1] if len(flow)).finish_first()
         return results[0]

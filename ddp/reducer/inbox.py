@@ -60,9 +60,10 @@ class Inbox:
             if follow is not None:
                 follow(index)
 
-        def comes(index: int, _: Tensor) -> None:
-            if coming is not None and self.running is None:
-                coming(index)
+        def comes(begin: Callable[[int], None], index: int, _: Tensor) -> None:
+            current = self.current
+            if current is None or current.phase is not running:
+                begin(index)
 
         for index, param in enumerate(params):
             untyped: Any = param
@@ -70,7 +71,7 @@ class Inbox:
                 continue
             self.handles.append(untyped.register_post_accumulate_grad_hook(partial(came, index)))
             if coming is not None:
-                self.handles.append(on_gradient(param, partial(comes, index)))
+                self.handles.append(on_gradient(param, partial(comes, coming, index)))
 
     def use(self, current: BackwardPass | None) -> None:
         """Give gradients to a pass that begins; None when it has ended."""
