@@ -31,7 +31,9 @@ class UnitsInBackward:
 
     def use(self, reducer: OwnerReducer) -> None:
         """Launch the buckets of this reducer from now on."""
-        self.launches = LaunchOrder(self._operations.units, reducer.assignment.buckets)
+        self.launches: LaunchOrder | None = None  # needed where ranks may use different parameters
+        if reducer.options.may_be_unused:
+            self.launches = LaunchOrder(self._operations.units, reducer.assignment.buckets)
 
     @property
     def is_under_way(self) -> bool:
@@ -73,21 +75,25 @@ class UnitsInBackward:
 
     def begin(self, current: BackwardPass) -> None:
         """Note that a backward pass begins or began, of which full buckets may wait for launches here."""
-        self.launches.begin(current)
+        if self.launches is not None:
+            self.launches.begin(current)
 
     def need(self, unit: Unit, place: int | None = None) -> None:
         """Make a unit whole, and fetch the next."""
         if not self._order.is_under_way:
             end = partial(weakly(self._end), self._order.begin())
-            self.launches.begin()
+            if self.launches is not None:
+                self.launches.begin()
             when_backward_ends(end, partial(end, broke_off=True))
         self._operations.at(Moment.BEFORE_BACKWARD, unit.buckets, Purpose.BACKWARD)
-        self.launches.reached(unit.number, place)
+        if self.launches is not None:
+            self.launches.reached(unit.number, place)
         following = self._order.reached(unit)
         if following is not None:
             buckets, gather = following.buckets, Operation.GATHER
             self._operations.at(Moment.BEFORE_BACKWARD, buckets, Purpose.BACKWARD, only=gather)
-            self.launches.gathered(following.number)
+            if self.launches is not None:
+                self.launches.gathered(following.number)
 
     def gradient_came(self, index: int) -> None:
         """Note that a parameter has its gradient."""
@@ -104,7 +110,8 @@ class UnitsInBackward:
         if order is not self._order.now or not self._order.is_under_way:
             return
         self._order.end(broke_off=broke_off)
-        self.launches.end()
+        if self.launches is not None:
+            self.launches.end()
         for unit in self._operations.units:
             unit.end_pass()
         if not broke_off:

@@ -128,7 +128,8 @@ class UnitsInUse(ModuleCalls, Uncopied):
         if is_outermost:
             self.gathers.stamps.begin_pass()
         purpose = Purpose.TRAINING if torch.is_grad_enabled() else Purpose.EVALUATION
-        self.backward.launches.called(unit.number, self.clock, is_outermost=is_outermost)
+        if self.backward.launches is not None:
+            self.backward.launches.called(unit.number, self.clock, is_outermost=is_outermost)
         self._operations.at(Moment.BEFORE_FORWARD, unit.buckets, purpose, tells=True)
         order = self._forward[self._unit_of[self.under_way[0].module]]
         if is_outermost:

@@ -22,7 +22,7 @@ from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.task import Task
 
 OUTERMOST = "the outermost unit"
-_IS_WHOLE = attrgetter("is_whole")
+_IS_WHOLE, _NEEDS_GATHER = attrgetter("is_whole"), attrgetter("needs_gather")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,7 +121,7 @@ class UnitTask(Task):
 
     def to_gather(self, buckets: Sequence[Any]) -> Sequence[Any]:
         """Leave out what is whole or comes."""
-        return [bucket for bucket in buckets if bucket.needs_gather]
+        return list(filter(_NEEDS_GATHER, buckets))
 
     def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket."""
@@ -191,7 +191,11 @@ class UnitOperations:
 
     def free_unused(self, units: Iterable[Unit], moment: Moment = Moment.AFTER_MODULE) -> None:
         """Free those that nobody needs."""
-        self.at(moment, buckets_of(unit for unit in units if not self.num_users(unit)))
+        unused: list[RowBucket] = []
+        for unit in units:
+            if not self.num_users(unit):
+                unused += unit.buckets
+        self.at(moment, unused)
 
 
 def buckets_of(units: Iterable[Unit]) -> list[RowBucket]:

@@ -24,7 +24,7 @@ Note [Gradients set by hand]
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import add
 
 import torch
@@ -245,7 +245,7 @@ class OwnerBucket(ReducerBucket):
     def _multiply(self, flat: Tensor, slots: Sequence[int], factor: float) -> None:
         """Multiply gradients in the rows, neighbours as one tensor: launches do not grow with the ranks."""
         ends: dict[int, tuple[int, int]] = {}  # of runs: offsets, by the place behind
-        for place, extent in sorted(cell for slot in slots for cell in self._cells[slot]):
+        for place, extent in sorted(chain.from_iterable(map(self._cells.__getitem__, slots))):
             start, _ = ends.pop(place, (extent.offset, 0))
             ends[place + 1] = start, extent.end
         private.foreach_mul_([flat[start:stop] for start, stop in ends.values()], factor)

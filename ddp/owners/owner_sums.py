@@ -65,8 +65,8 @@ class OwnerSums:
                 about = f"{bucket.label}, across replicas"
                 stages.append((replicas, lambda total: across.start_sum(total, about)))
             end = partial(self._go_on, stages, lambda total: results.append(bucket.take_over(total)))
-            sums.start(lambda: Pending([work], end))
-        return Pending([], lambda _: self._finish(results))
+            sums.start(partial(Pending, [work], end))
+        return Pending([], partial(self._finish, results))
 
     def _go_on(
         self, stages: list[tuple[Flow, _Stage]], end: Callable[[Tensor], None], totals: list[Tensor]
@@ -80,7 +80,7 @@ class OwnerSums:
         go_on = partial(self._go_on, later, end)
         flow.start(lambda: Pending([stage(total)], go_on))
 
-    def _finish(self, results: list[Tensor]) -> Tensor:
+    def _finish(self, results: list[Tensor], _: list[object]) -> Tensor:
         """Wait for a bucket, and for those before."""
         while not results:
             with self._lanes:
