@@ -3,9 +3,9 @@
 Only this file and `reducer_adapters` touch private names of that class.
 """
 
-import inspect
 from collections.abc import Sequence
 from functools import wraps
+from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
@@ -20,23 +20,20 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import Timeout
 from zero_optim.compat import private
 from zero_optim.compat.autograd import eager
-from zero_optim.ddp.owners.sharded_module import ReducedModule
+from zero_optim.ddp.first_values import seen_buffers, take_values_of_first
+from zero_optim.ddp.owners.sharded_module import ShardedModule
 from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.inbox import Ties, weakly
 from zero_optim.ddp.reducer.reducer import Reducer
 from zero_optim.ddp.reducer.reduction import Hook
-from zero_optim.ddp.reducer_adapters import TorchLoggerAdapter, TorchReducerAdapter
-from zero_optim.ddp.wrapper_checks import KNOWN, agree_on_model
+from zero_optim.ddp.reducer.report import NO_SYNC_IN_JOIN
+from zero_optim.ddp.reducer_adapters import TorchLoggerAdapter, TorchReducerAdapter, reducer_options
+from zero_optim.ddp.wrapper_checks import agree_on_model, frozen_params, seen_params, torch_arguments
 from zero_optim.health.watchdog import unwatch, watch
 from zero_optim.iteration.joins import refuse_no_sync
 from zero_optim.plan.description import describe_hook
 from zero_optim.shard.engine import Engine
 from zero_optim.step.unreduced import FrozenParams
-
-_SIGNATURE = inspect.signature(TorchDistributedDataParallel.__init__)
-_DEFAULTS = {
-    name: each.default for name, each in _SIGNATURE.parameters.items() if each.default is not each.empty
-}
 
 
 class _Detached:
@@ -46,7 +43,7 @@ class _Detached:
         raise RuntimeError("the wrapper is detached: call its rebind(), on all ranks of the new group")
 
 
-class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
+class DistributedDataParallel(ShardedModule, TorchDistributedDataParallel):
     """Average gradients over ranks during the backward pass: PyTorch's ``DistributedDataParallel``.
 
     Arguments, defaults, methods and attributes are those of the installed PyTorch, for one device a rank;
@@ -73,7 +70,7 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
 
     reducer: Any
     logger: Any
-    _SHOWN = frozenset({"device", "module", "process_group", "require_backward_grad_sync", "training"})
+    _stage = 1
     _timeout: Timeout = None
     _on_stall: str = "raise"
 
@@ -86,21 +83,14 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
         on_stall: str = "raise",
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
-        unknown = {name: value for name, value in kwargs.items() if name not in _SIGNATURE.parameters}
-        known = {name: value for name, value in kwargs.items() if name not in unknown}
-        given = {**_SIGNATURE.bind(self, module, *args, **known).arguments, **unknown}
-        arguments = {name: value for name, value in _DEFAULTS.items() if name in KNOWN}
-        arguments |= {name: each for name, each in given.items() if each is not _DEFAULTS.get(name, ...)}
-        agree_on_model(arguments, self, timeout, on_stall)
+        agree_on_model(torch_arguments(module, args, kwargs), self, timeout, on_stall)
         vars(self).update(_timeout=timeout, _on_stall=on_stall)  # nn.Module is not set up yet
         super().__init__(module, *args, **kwargs)
 
-    def __dir__(self) -> list[str]:  # without what PyTorch's constructor sets
-        names: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
-        return [name for name in names if name in self._SHOWN or name not in vars(self)]
-
     def extra_repr(self) -> str:
         """Say which rank it is, and how much it reduces; no communication."""
+        if self._stage > 1:
+            return super().extra_repr()
         if self._is_detached:
             return "detached"
         nbytes = sum(param.nbytes for param in self._module_parameters)
@@ -124,32 +114,20 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
                 "torch._dynamo.config.optimize_ddp='python_reducer' compiles PyTorch's own reducer: set it "
                 "to True or False with zero_optim.ddp"
             )
+        options = reducer_options(self, static_graph=static_graph)
         names = [param_to_name_mapping[index].lstrip(".") for index in range(len(parameters))]
         sparse = [name for name, is_sparse in zip(names, expect_sparse_gradient, strict=True) if is_sparse]
         # PyTorch overlooks parameters of the outermost module among those to ignore.
-        pairs = [
-            pair for pair in zip(names, parameters, strict=True) if pair[0] not in self.parameters_to_ignore
-        ]
-        options = ReducerOptions(
-            bucket_caps_nbytes=self._caps(),
-            limits_first_buckets=bool(getattr(self, "bucket_bytes_cap_list", ())),
-            find_unused_parameters=self.find_unused_parameters,
-            static_graph=static_graph,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            skip_all_reduce_unused_params=getattr(self, "skip_all_reduce_unused_params", False),
-            batched_grad_copy=getattr(self, "batched_grad_copy", False),
-            timeout=self._timeout,
-            on_stall=self._on_stall,
-        )
+        ignored = self.parameters_to_ignore
+        pairs = [pair for pair in zip(names, parameters, strict=True) if pair[0] not in ignored]
         reducer = self._make_reducer(pairs, options, sparse)
         self.reducer: Any = TorchReducerAdapter(reducer)
-        self.logger: Any = TorchLoggerAdapter()
+        self.logger: Any = TorchLoggerAdapter(reducer)
         for hook, state in self.__dict__.get("_comm_hooks", ()):  # when a copy is made whole
             reducer.register_comm_hook(state, hook)
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
-        seen = [pair for pair in self.module.named_parameters() if pair[0] not in self.parameters_to_ignore]
         # A sharded optimizer asks for them in each step.
-        self._frozen = FrozenParams([pair for pair in seen if not pair[1].requires_grad])
+        self._frozen = FrozenParams(frozen_params(self.module))
 
     def _make_reducer(
         self, pairs: Sequence[tuple[str, Tensor]], options: ReducerOptions, sparse: Sequence[str]
@@ -159,24 +137,12 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
 
     def _wants(self, was_expected: bool) -> bool:
         if was_expected and not self.require_backward_grad_sync and self._join_config.enable:
-            raise RuntimeError(
-                "no_sync() around backward() alone cannot be used inside Join: ranks that ran out of "
-                "inputs were told in forward() that this pass would be reduced. Put forward() under "
-                "no_sync() too"
-            )
+            raise RuntimeError(NO_SYNC_IN_JOIN)
         return super()._wants(was_expected)
 
     def _own(self) -> Reducer:
         own: Reducer = self.reducer.own
         return own
-
-    def _caps(self) -> tuple[int, ...]:
-        caps = tuple(max(1, cap) for cap in getattr(self, "bucket_bytes_cap_list", ()))
-        if caps:
-            return caps
-        cap = max(1, self.bucket_bytes_cap)
-        first: int = private.DEFAULT_FIRST_BUCKET_BYTES
-        return (first, cap) if self.bucket_bytes_cap_default else (cap,)
 
     def _set_static_graph(self) -> None:
         reducer = getattr(self, "reducer", None)
@@ -261,19 +227,8 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
 
     def get_ddp_logging_data(self) -> dict[str, int | str]:
         """Return a part of PyTorch's ``_get_ddp_logging_data``, without times; no communication."""
-        reducer = self._own()
-        sizes = ", ".join(str(bucket.nbytes) for bucket in reducer.assignment.buckets)
-        return {
-            "world_size": reducer.group.size,
-            "bucket_cap_bytes": reducer.options.bucket_caps_nbytes[-1],
-            "bucket_sizes": sizes,
-            "has_rebuilt_buckets": int(reducer.has_rebuilt),
-            "num_buckets_reduced": reducer.history.num_buckets_reduced,
-            "can_set_static_graph": int(reducer.history.looks_static),
-            **({"rebuilt_bucket_sizes": sizes} if reducer.has_rebuilt else {}),
-            **({"comm_hook": reducer.slot.name} if reducer.slot.name else {}),
-            **({"static_graph": 1} if reducer.options.static_graph else {}),
-        }
+        figures: dict[str, int | str] = self.logger.figures()
+        return figures
 
     _get_ddp_logging_data = get_ddp_logging_data
 
@@ -321,13 +276,8 @@ class DistributedDataParallel(ReducedModule, TorchDistributedDataParallel):
             arguments |= {"module": self.module, "process_group": group.process_group}
             agree_on_model(arguments, self, self._timeout, self._on_stall)
             self.process_group = group.process_group
-            private.sync_module_states(
-                module=self.module,
-                process_group=self.process_group,
-                broadcast_bucket_size=self.broadcast_bucket_size,
-                src=0,
-                params_and_buffers_to_ignore=self.parameters_to_ignore,
-            )
+            values = [*map(itemgetter(1), seen_params(self.module)), *seen_buffers(self.module)]
+            take_values_of_first(group.during("agree"), values)
             parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
             names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
             self._ddp_init_helper(parameters, sparse, names, self.static_graph)

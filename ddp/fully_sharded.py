@@ -3,27 +3,28 @@
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.compat import private
+from zero_optim.ddp.first_values import seen_buffers, send_buffers, take_values_of_first
 from zero_optim.ddp.full.choice import Units
 from zero_optim.ddp.full.construction import Arguments, construct
-from zero_optim.ddp.full.filling import Init, seen_buffers, send_buffers, take_values_of_first
+from zero_optim.ddp.full.filling import Init
 from zero_optim.ddp.full.guards import explain_writes
 from zero_optim.ddp.full.in_use import UnitsInUse, units_at
 from zero_optim.ddp.full.precision import PrecisionPolicy
 from zero_optim.ddp.full.sharded_state import load_local_state_dict, local_state
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
-from zero_optim.ddp.owners.sharded_module import Accumulate, ShardedModule
+from zero_optim.ddp.owners.sharded_module import NO_HOOK, Accumulate, ShardedModule, refusing
 from zero_optim.ddp.reducer.graph import replaced
 from zero_optim.ddp.reducer.inbox import weakly
-from zero_optim.ddp.wrapper_checks import agree_on_model, ignored_names, seen_params
+from zero_optim.ddp.wrapper_checks import agree_on_model, frozen_params, ignored_names
 from zero_optim.health.watchdog import unwatch
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 from zero_optim.step.unreduced import FrozenParams
@@ -80,11 +81,13 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
 
     units: UnitsInUse
     _reducer: OwnerReducer
-    _STAGE = 3
-    _WITHOUT_JOIN = (
-        "ranks that ran out of inputs would have to gather the units that the others use. Give every rank as "
-        "many batches"
+    _stage = 3
+    join_hook = refusing(
+        "takes no part in Join: ranks that ran out of inputs would have to gather the units that the others "
+        "use. Give every rank as many batches"
     )
+    register_comm_hook = refusing(NO_HOOK)
+    detach = refusing("cannot be detached: save a checkpoint and build it anew")  # no rank holds all of it
 
     def __init__(  # noqa: PLR0913 - keyword-only
         self,
@@ -130,10 +133,10 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
             take_values_of_first(everyone.during("agree"), seen_buffers(module))
         construction.policy.cast_for_good(module, ignored_names(module))
         self.module = module
-        frozen = [(name, param) for name, param in seen_params(module) if not param.requires_grad]
-        self._frozen, sharded = FrozenParams(frozen), construction.registration.params
+        frozen, sharded = frozen_params(module), construction.registration.params
+        self._frozen = FrozenParams(frozen)
         self._versions = {param: -1 for _, param in frozen if param not in sharded}
-        self.units = construction.make_units(self)
+        self.units = construction.make_units(weakly(self._before_forward), weakly(self._after_forward))
         self._use_optimizer()
         construction.hook_up(self.units)
         construction.registration.open(everyone if self._mesh else None, stands_in=construction.stands_in)
@@ -160,11 +163,7 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
     def extra_repr(self) -> str:
         """Say what this rank holds; no communication."""
         is_open = self._construction.registration.is_open  # to one that comes later
-        return f"no optimizer yet, ZeRO stage {self._STAGE}" if is_open else super().extra_repr()
-
-    def __dir__(self) -> list[str]:
-        names: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
-        return [name for name in names if name not in ("after_forward", "before_forward", "units")]
+        return f"no optimizer yet, ZeRO stage {self._stage}" if is_open else super().extra_repr()
 
     # ------------------------------------------------------------------ a forward pass
 
@@ -172,8 +171,8 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
         """Call the module, whose hooks do the rest."""
         return self.module(*inputs, **kwargs)
 
-    def before_forward(self, args: Any, kwargs: Any) -> Any:  # noqa: ANN401 - the user's
-        """Begin a forward pass; called by the module's hook, as is `after_forward`."""
+    def _before_forward(self, args: Any, kwargs: Any) -> Any:  # noqa: ANN401 - the user's
+        """Begin a forward pass; called by the module's hook, as is `_after_forward`."""
         self._versions = {param: param._version for param in self._versions}
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._reducer.begin_forward()
@@ -185,7 +184,7 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
         device = self._reducer.params[0].device
         return replaced(args, lambda each: each.to(device)), replaced(kwargs, lambda each: each.to(device))
 
-    def after_forward(self, output: object) -> None:
+    def _after_forward(self, output: object) -> None:
         """Expect a backward pass; not called if the module has raised."""
         self._sends_buffers = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled():
@@ -202,6 +201,10 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
                 "weights of a unit that is not running: update it between passes, inside "
                 "zero_optim.ddp.unsharded(module)"
             )
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> Tensor:  # noqa: ANN401 - as there
+        """Call ``optimizer.clip_grad_norm_``; all ranks call."""
+        return self._optimizer.clip_grad_norm_(max_norm, norm_type, **options)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -237,10 +240,6 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
             Exception: a module refuses its extra state; buffers have changed then.
         """
         load_local_state_dict(self.module, self.units, state_dict)
-
-    def detach(self) -> NoReturn:
-        """Refuse with a RuntimeError to let go of the process group: no rank holds all parameters."""
-        raise RuntimeError("FullyShardedDataParallel cannot be detached: save a checkpoint and build it anew")
 
 
 # Libraries ask for PyTorch's class to find the module in a wrapper; its metaclass is `abc.ABCMeta`.

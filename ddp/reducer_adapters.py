@@ -1,4 +1,4 @@
-"""Our reducer behind the method names by which PyTorch's class knows its own, and its logger."""
+"""Our reducer and its options, behind the names by which PyTorch's class knows its own, and its logger."""
 
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -6,8 +6,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from zero_optim.compat import private
 from zero_optim.compat.autograd import eager
 from zero_optim.compat.streams import HostCopy, is_asynchronous
+from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.reducer import Reducer
 
 # PyTorch's names of methods that ours have under another name.
@@ -83,9 +85,48 @@ class TorchReducerAdapter:
     _push_all_rebuilt_params = _set_ddp_runtime_logging_sample_rate = _ignore
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class TorchLoggerAdapter:
-    """The methods of PyTorch's logger that its class calls; they do nothing."""
+    """The methods of PyTorch's logger that its class calls, which do nothing; and its figures."""
+
+    own: Reducer
+
+    def figures(self) -> dict[str, int | str]:
+        """Return a part of what PyTorch's logger has, without times."""
+        reducer = self.own
+        sizes = ", ".join(str(bucket.nbytes) for bucket in reducer.assignment.buckets)
+        return {
+            "world_size": reducer.group.size,
+            "bucket_cap_bytes": reducer.options.bucket_caps_nbytes[-1],
+            "bucket_sizes": sizes,
+            "has_rebuilt_buckets": int(reducer.has_rebuilt),
+            "num_buckets_reduced": reducer.history.num_buckets_reduced,
+            "can_set_static_graph": int(reducer.history.looks_static),
+            **({"rebuilt_bucket_sizes": sizes} if reducer.has_rebuilt else {}),
+            **({"comm_hook": reducer.slot.name} if reducer.slot.name else {}),
+            **({"static_graph": 1} if reducer.options.static_graph else {}),
+        }
 
     def _ignore(self, *_: object) -> None: ...
 
     set_runtime_stats_and_log = set_error_and_log = _set_static_graph = _set_uneven_input_join = _ignore
+
+
+def reducer_options(wrapper: Any, *, static_graph: bool) -> ReducerOptions:  # noqa: ANN401 - PyTorch's attributes
+    """Read the options that PyTorch's constructor has set on a wrapper; some versions lack some."""
+    caps = tuple(max(1, cap) for cap in getattr(wrapper, "bucket_bytes_cap_list", ()))
+    limits_first = bool(caps)
+    if not caps:
+        first = (private.DEFAULT_FIRST_BUCKET_BYTES,) if wrapper.bucket_bytes_cap_default else ()
+        caps = (*first, max(1, wrapper.bucket_bytes_cap))
+    return ReducerOptions(
+        bucket_caps_nbytes=caps,
+        limits_first_buckets=limits_first,
+        find_unused_parameters=wrapper.find_unused_parameters,
+        static_graph=static_graph,
+        gradient_as_bucket_view=wrapper.gradient_as_bucket_view,
+        skip_all_reduce_unused_params=getattr(wrapper, "skip_all_reduce_unused_params", False),
+        batched_grad_copy=getattr(wrapper, "batched_grad_copy", False),
+        timeout=wrapper._timeout,
+        on_stall=wrapper._on_stall,
+    )

@@ -11,14 +11,14 @@ from zero_optim.comm.agreement import agreeing, failing_together
 from zero_optim.comm.mesh import RankMesh
 from zero_optim.ddp.data_parallel import DistributedDataParallel
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
-from zero_optim.ddp.owners.sharded_module import Accumulate, ShardedModule
+from zero_optim.ddp.owners.sharded_module import NO_HOOK, Accumulate, refusing
 from zero_optim.ddp.reducer.assignment import ReducerOptions
 from zero_optim.ddp.reducer.inbox import Ties, weakly
 from zero_optim.ddp.wrapper_checks import REFUSED, check_optimizer, check_wrapping
 from zero_optim.optimizer import ZeroRedundancyOptimizer, require_ours
 
 
-class ShardedDataParallel(ShardedModule, DistributedDataParallel):
+class ShardedDataParallel(DistributedDataParallel):
     """Reduce each gradient to its owner alone during the backward pass (ZeRO stage 2).
 
     Use it in place of ``DistributedDataParallel``, with the optimizer built first::
@@ -72,11 +72,15 @@ class ShardedDataParallel(ShardedModule, DistributedDataParallel):
         RankMismatchError: on every rank: models or arguments differ; or the optimizers of two replicas.
     """
 
-    _STAGE = 2
-    _WITHOUT_JOIN = (
-        "each gradient is sent only to the rank that owns it. For uneven inputs use stage 1: "
-        "ZeroRedundancyOptimizer with PyTorch's or zero_optim.ddp's DistributedDataParallel. Or give every "
-        "rank as many batches"
+    _stage = 2
+    join_hook = refusing(
+        "takes no part in Join: each gradient is sent only to the rank that owns it. For uneven inputs use "
+        "stage 1: ZeroRedundancyOptimizer with PyTorch's or zero_optim.ddp's DistributedDataParallel. Or "
+        "give every rank as many batches"
+    )
+    register_comm_hook = refusing(NO_HOOK)
+    _update_process_group = refusing(
+        "has the process group of its optimizer: build both anew for other ranks"
     )
 
     def __init__(
@@ -109,6 +113,10 @@ class ShardedDataParallel(ShardedModule, DistributedDataParallel):
         ties = Ties(self._optimizer.core.engine, weakly(self._wants), self.module)
         return OwnerReducer(pairs, self._optimizer, options, ties, sparse=sparse, mesh=self._mesh)
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> Tensor:  # noqa: ANN401 - as there
+        """Call ``optimizer.clip_grad_norm_``; all ranks call."""
+        return self._optimizer.clip_grad_norm_(max_norm, norm_type, **options)
+
     def detach(self) -> None:
         """Drop the process group, as in `DistributedDataParallel`, and gradients: owners may change."""
         super().detach()
@@ -129,8 +137,3 @@ class ShardedDataParallel(ShardedModule, DistributedDataParallel):
         with failing_together(ranks):
             check_optimizer(self.module, self._optimizer, process_group)
         super().rebind(ranks.process_group)
-
-    def _update_process_group(self, new_process_group: object) -> None:
-        raise RuntimeError(
-            "ShardedDataParallel has the process group of its optimizer: build both anew for other ranks"
-        )

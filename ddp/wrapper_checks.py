@@ -47,7 +47,8 @@ REFUSED = {
     "param_to_hook_all_reduce": _DELAYS,
     "skip_all_reduce_unused_params": "the ranks have to reduce the same buckets",
 }
-KNOWN = {*OPTIONS, *REFUSED, *_NOT_COMPARED, "forward_sync_buffers"}  # of PyTorch's constructor
+_KNOWN = {*OPTIONS, *REFUSED, *_NOT_COMPARED, "forward_sync_buffers"}  # of PyTorch's constructor
+_SIGNATURE = inspect.signature(nn.parallel.DistributedDataParallel)
 
 _PREFETCHES = "the next unit is always on its way while one is used; leave it out"
 _IGNORES = "freeze these parameters and leave them out of the optimizer: they stay whole on every rank"
@@ -73,6 +74,20 @@ REFUSED_FULLY = {
     "sync_module_states": "every rank takes the values of rank 0; leave it out",
     "use_orig_params": "parameters are always the model's own; leave it out",
 }
+
+
+def torch_arguments(module: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Name the arguments of PyTorch's constructor: all that we know, others unless they are the default."""
+    parameters = _SIGNATURE.parameters
+    known = {name: value for name, value in kwargs.items() if name in parameters}
+    bound = _SIGNATURE.bind(module, *args, **known)
+    bound.apply_defaults()
+    named = {**bound.arguments, **kwargs}
+    return {
+        name: value
+        for name, value in named.items()
+        if name in _KNOWN or name not in parameters or value is not parameters[name].default
+    }
 
 
 def agree_on_model(
@@ -106,8 +121,8 @@ def _agree(
         for name in ("mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce"):
             if arguments.get(name) is not None:
                 raise TypeError(f"zero_optim.ddp.DistributedDataParallel takes no {name}: {REFUSED[name]}")
-        for name in sorted(arguments.keys() - KNOWN):
-            what = did_you_mean(name, KNOWN) or (
+        for name in sorted(arguments.keys() - _KNOWN):
+            what = did_you_mean(name, _KNOWN) or (
                 f": leave it out, or use the DistributedDataParallel of PyTorch {torch.__version__} if that "
                 "takes it"
             )
@@ -173,6 +188,11 @@ def seen_params(module: object) -> list[tuple[str, Tensor]]:
         return []
     ignored = ignored_names(module)
     return [pair for pair in module.named_parameters() if pair[0] not in ignored]
+
+
+def frozen_params(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """List those of `seen_params` that require no gradient."""
+    return [pair for pair in seen_params(module) if not pair[1].requires_grad]
 
 
 def sparse_names(module: nn.Module) -> set[str]:

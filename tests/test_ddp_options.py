@@ -20,7 +20,7 @@ from zero_optim.ddp import (
     DistributedDataParallel,
     FullyShardedDataParallel,
     ShardedDataParallel,
-    data_parallel,
+    wrapper_checks,
 )
 
 
@@ -157,18 +157,17 @@ def test_a_wrapped_constructor_of_pytorch_is_the_same_constructor() -> None:
 
 @on_ranks(2)
 def test_options_and_calls_of_a_newer_pytorch_are_refused_by_name() -> None:
-    signature = data_parallel._SIGNATURE
+    signature = wrapper_checks._SIGNATURE
     named = {"lazy_bucket_allocation": False, "also_new": None}  # PyTorch 2.15 has the first
     new = {name: value for name, value in named.items() if name not in signature.parameters}
     more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=new[name]) for name in new]
     newer = signature.replace(parameters=[*signature.parameters.values(), *more])
     with (
-        mock.patch.object(data_parallel, "_SIGNATURE", newer),
-        mock.patch.dict(data_parallel._DEFAULTS, new),
+        mock.patch.object(wrapper_checks, "_SIGNATURE", newer),
         pytest.raises(TypeError, match=r"takes no lazy_bucket_allocation: leave it out, or use"),
     ):
         DistributedDataParallel(mlp(), lazy_bucket_allocation=dist.get_rank() == 1, also_new=None)
-    with mock.patch.object(data_parallel, "_SIGNATURE", newer), mock.patch.dict(data_parallel._DEFAULTS, new):
+    with mock.patch.object(wrapper_checks, "_SIGNATURE", newer):
         model = DistributedDataParallel(mlp(), **{name: named[name] for name in named.keys() - new.keys()})
     with pytest.raises(AttributeError, match="_something_new, which that of zero_optim"):
         model.reducer._something_new()

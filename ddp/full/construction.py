@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from zero_optim.comm.agreement import agree, failing_together, take_group
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.comm.mesh import RankMesh
+from zero_optim.ddp.first_values import take_values_of_first
 from zero_optim.ddp.full.choice import Units, choose_units
 from zero_optim.ddp.full.filling import (
     Init,
@@ -35,7 +36,6 @@ from zero_optim.ddp.full.filling import (
     check_init,
     has_meta,
     leave_meta,
-    take_values_of_first,
 )
 from zero_optim.ddp.full.guards import refuse_conversions, refuse_shared_memory
 from zero_optim.ddp.full.in_use import UnitsInUse, units_of
@@ -60,9 +60,6 @@ from zero_optim.shard.registration import Registration, is_registered
 from zero_optim.shard.row_storage import storage_for
 from zero_optim.shard.store import Store
 from zero_optim.state.rebinding import shard_parameters
-
-if TYPE_CHECKING:
-    from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,7 +181,7 @@ class UnitConstruction:
         UnitFiller(group, self.choice, rows, unfilled, init, former, syncs=syncs).fill()
         core.owned.leaves.keep(rows)
 
-    def make_units(self, wrapper: "FullyShardedDataParallel") -> UnitsInUse:
+    def make_units(self, before: Callable[[Any, Any], Any], after: Callable[[object], None]) -> UnitsInUse:
         """Make the units; `hook_up` comes when nothing can fail any more."""
         trained = [param for _, param in seen_params(self.module) if param.requires_grad]
         index_of = {param: index for index, param in enumerate(trained)}
@@ -197,7 +194,9 @@ class UnitConstruction:
             waits_for = frozenset(index_of[param] for param in used if param in index_of)
             units.append(Unit(number, name or OUTERMOST, buckets, waits_for, has_frozen))
         how = self.arguments
-        return UnitsInUse(wrapper, units, num_kept=how.num_kept, guards_reads=how.guards_reads)
+        return UnitsInUse(
+            self.module, units, before, after, num_kept=how.num_kept, guards_reads=how.guards_reads
+        )
 
     def hook_up(self, units: UnitsInUse) -> None:
         """Register all hooks on modules."""

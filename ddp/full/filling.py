@@ -8,7 +8,7 @@ Note [Filled module by module]
     initialized after those below it, as constructors do, so the same seed gives the bits of a whole model.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,48 +19,14 @@ from torch.nn.parameter import is_lazy
 
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.compat import private
+from zero_optim.ddp.first_values import take_values_of_first
 from zero_optim.ddp.full.choice import UnitChoice
-from zero_optim.ddp.wrapper_checks import ignored_names
-from zero_optim.plan.strides import STRIDES_WHEN_WHOLE, dense_strides, in_order_of_memory, kept_dtype
+from zero_optim.plan.strides import STRIDES_WHEN_WHOLE, dense_strides, kept_dtype
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.places import shown_when_freed
 from zero_optim.shard.row_bucket import RowBucket
 
 Init = Callable[[nn.Module], object]
-_AT_ONCE = 16  # broadcasts under way
-_BUFFERS_AT_ONCE = 250 * 2**20  # bytes, as in PyTorch's DDP
-
-
-@torch.no_grad()
-def take_values_of_first(group: RankGroup, tensors: Iterable[Tensor]) -> None:
-    """Give tensors the values of rank 0, in place; all ranks call, and it communicates."""
-    dense = [tensor.detach() for tensor in tensors if tensor.numel() and group.size > 1]
-    for start in range(0, len(dense), _AT_ONCE):
-        some = dense[start : start + _AT_ONCE]
-        rows = [in_order_of_memory(tensor, dense_strides(tensor)) for tensor in some]
-        for work in group.broadcast_rows([(0, row) for row in rows], "the values of rank 0"):
-            work.wait()
-        for tensor, row in zip(some, rows, strict=True):
-            if row.data_ptr() != tensor.data_ptr():
-                tensor.copy_(row.as_strided(tensor.shape, dense_strides(tensor)))
-
-
-def seen_buffers(module: nn.Module) -> list[Tensor]:
-    """List the buffers of a module without ignored ones."""
-    ignored = ignored_names(module)
-    return [buffer for name, buffer in module.named_buffers() if name not in ignored]
-
-
-@torch.no_grad()
-def send_buffers(module: nn.Module, group: RankGroup) -> None:
-    """Give every rank the buffers of the first; all ranks call."""
-    buffers = seen_buffers(module)
-    if not buffers:
-        return
-    sending = group.during("buffers").begin_work()
-    with sending, private.unsafe_preserve_version_counter(tuple(buffers)):
-        private.broadcast_coalesced(group.process_group, buffers, _BUFFERS_AT_ONCE, 0)
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:

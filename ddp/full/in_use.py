@@ -14,7 +14,7 @@ Note [The next unit]
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,6 @@ from zero_optim.ddp.full.state_visits import StateVisits
 from zero_optim.ddp.full.unit import Unit, UnitOperations, UnitOrder, UnitValues, buckets_of
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.reducer.graph import replaced, tensors_in
-from zero_optim.ddp.reducer.inbox import weakly
 from zero_optim.flow.schedule import Moment, Operation
 from zero_optim.health.unit_stamps import Purpose
 from zero_optim.shard.engine import Engine
@@ -48,18 +47,20 @@ class UnitsInUse(ModuleCalls, Uncopied):
 
     def __init__(
         self,
-        wrapper: "FullyShardedDataParallel",
+        model: nn.Module,
         units: Sequence[Unit],
+        before: Callable[[Any, Any], Any],  # called with the arguments of a forward pass; may replace them
+        after: Callable[[object], None],  # called with the output of one
         *,
         num_kept: int | None,  # how many stay whole until the backward pass, the last ones; None for all
         guards_reads: bool,
     ) -> None:
-        super().__init__(wrapper.module)
+        super().__init__(model)
         self.units = units  # by number
         self._unit_of: dict[nn.Module, Unit] = {}  # of modules whose calls need one
         self._operations = UnitOperations(units, self.under_way, self._unit_of)
         self.keepalive: FullyShardedDataParallel | None = None  # the wrapper, if it wraps in place
-        self._before, self._after = weakly(wrapper.before_forward), weakly(wrapper.after_forward)
+        self._before, self._after = before, after
         self._num_kept = num_kept
         self._forward = defaultdict[Unit, UnitOrder](UnitOrder)  # by the one whose call is the outermost
         self.backward = UnitsInBackward(self._operations)

@@ -1,11 +1,10 @@
-"""What the wrappers have in common: `ReducedModule` all, `ShardedModule` those of stages 2 and 3."""
+"""What the wrappers have in common, and what some refuse."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import ClassVar, Literal, NoReturn
 
 import torch
-from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import RankMesh
@@ -18,15 +17,33 @@ from zero_optim.step.unreduced import NOT_REDUCED, FrozenParams
 Accumulate = Literal["owner", "local"]
 
 _REDUCES_EACH = 'no_sync(), under which accumulate="owner" reduces every pass, and "local" none'
+_SHOWN = frozenset({"device", "module", "process_group", "require_backward_grad_sync", "training"})
 
 
-class ReducedModule:
-    """A part of every wrapper, which has a reducer."""
+class ShardedModule:
+    """A part of every wrapper, which has a reducer; `_stage`, of ZeRO, says what it does."""
 
+    _stage: ClassVar[int]
+    _optimizer: ZeroRedundancyOptimizer  # stages 2 and 3: gradients go to their owners
+    _mesh: RankMesh | None = None
+    _accumulate: Accumulate = "local"
+    _frozen: FrozenParams
     require_backward_grad_sync: bool
+
+    def __dir__(self) -> list[str]:  # without what constructors set
+        return [name for name in super().__dir__() if name in _SHOWN or name not in vars(self)]
 
     def _own(self) -> Reducer:
         raise NotImplementedError
+
+    @property
+    def _everyone(self) -> RankGroup:
+        """All ranks that train the model: those of the optimizer, or of the mesh."""
+        return self._optimizer.ranks if self._mesh is None else self._mesh.everyone
+
+    def extra_repr(self) -> str:
+        """Say what this rank holds; no communication."""
+        return f"{summary(self._optimizer.core)}, ZeRO stage {self._stage}"
 
     def _wants(self, was_expected: bool) -> bool:
         """Whether the backward pass that begins is to be reduced."""
@@ -34,8 +51,12 @@ class ReducedModule:
 
     def _end_forward(self, output: object) -> None:
         """Expect a backward pass, behind a forward pass with gradients."""
-        if torch.is_grad_enabled():
-            self._own().end_forward(output, syncs=self.require_backward_grad_sync)
+        if not torch.is_grad_enabled():
+            return
+        unfrozen = [name for name, _ in self._frozen.unfrozen()] if self._stage > 1 else []
+        if unfrozen:
+            raise RuntimeError(f"{names_text(unfrozen)} {NOT_REDUCED}")
+        self._own().end_forward(output, syncs=self.require_backward_grad_sync)
 
     def check_finished(self) -> None:
         """Raise `ReductionError`, on every rank, if gradients were incomplete; all ranks call.
@@ -56,41 +77,11 @@ class ReducedModule:
         traffic = self._own().group.phase.traffic
         return traffic.figures(("reduce", "agree", "order"), "passes", reset=reset)
 
-
-class ShardedModule(ReducedModule):
-    """A part of the wrappers whose gradients go to their owners."""
-
-    _STAGE: ClassVar[int]
-    _WITHOUT_JOIN: ClassVar[str]  # the reason
-    _optimizer: ZeroRedundancyOptimizer
-    _mesh: RankMesh | None
-    _accumulate: Accumulate
-    _frozen: FrozenParams
-
-    @property
-    def _everyone(self) -> RankGroup:
-        """All ranks that train the model: those of the optimizer, or of the mesh."""
-        return self._optimizer.ranks if self._mesh is None else self._mesh.everyone
-
-    def extra_repr(self) -> str:
-        """Say what this rank holds; no communication."""
-        return f"{summary(self._optimizer.core)}, ZeRO stage {self._STAGE}"
-
-    def _end_forward(self, output: object) -> None:
-        names = [name for name, _ in self._frozen.unfrozen()]
-        if names and torch.is_grad_enabled():
-            raise RuntimeError(f"{names_text(names)} {NOT_REDUCED}")
-        super()._end_forward(output)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> Tensor:  # noqa: ANN401 - as there
-        """Call ``optimizer.clip_grad_norm_``; all ranks call."""
-        return self._optimizer.clip_grad_norm_(max_norm, norm_type, **options)
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate the passes in this context. With ``accumulate="owner"`` it changes nothing.
+        """Add up the gradients of these passes on each rank; the next pass outside reduces the sums.
 
-        With "local" gradients are added up on each rank, and the next pass outside reduces the sums.
+        With ``accumulate="owner"`` of a sharded wrapper it changes nothing.
         """
         if self._accumulate == "owner":  # ranks that wait for each other tell how often each was here
             with self._everyone.doing(_REDUCES_EACH):
@@ -102,13 +93,18 @@ class ShardedModule(ReducedModule):
         finally:
             self.require_backward_grad_sync = before
 
-    def register_comm_hook(self, state: object, hook: object) -> NoReturn:
-        """Refuse a comm hook with a RuntimeError: gradients are reduced to owners here."""
-        raise RuntimeError(
-            f"{type(self).__name__} reduces gradients to their owners, and takes no comm hook: use "
-            "zero_optim.ddp.DistributedDataParallel with it"
-        )
 
-    def join_hook(self, **kwargs: object) -> NoReturn:
-        """Refuse ``Join`` with a RuntimeError, which has the reason."""
-        raise RuntimeError(f"{type(self).__name__} takes no part in Join: {self._WITHOUT_JOIN}")
+def refusing(sentence: str) -> Callable[..., NoReturn]:
+    """Return a method that raises RuntimeError, with a sentence about the class."""
+
+    def refuse(self: object, *_: object, **__: object) -> NoReturn:
+        """Refuse with a RuntimeError, which has the reason."""
+        raise RuntimeError(f"{type(self).__name__} {sentence}")
+
+    return refuse
+
+
+NO_HOOK = (
+    "reduces gradients to their owners, and takes no comm hook: use "
+    "zero_optim.ddp.DistributedDataParallel with it"
+)

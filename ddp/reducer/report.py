@@ -119,6 +119,11 @@ WITHOUT_GRAPH = (
     "a backward pass with create_graph=True reduces the gradients, not the graph that computes them: "
     "gradients of higher order are those of this rank alone"
 )
+NO_SYNC_IN_JOIN = (
+    "no_sync() around backward() alone cannot be used inside Join: ranks that ran out of "
+    "inputs were told in forward() that this pass would be reduced. Put forward() under "
+    "no_sync() too"
+)
 # Each text below names parameters.
 BROKE_OFF = "a backward pass ended with an exception before its gradients were reduced"
 NO_GRADIENT = (

@@ -60,7 +60,6 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "broadcasting buffers": ("torch.distributed._broadcast_coalesced",),
     "models on the meta device": ("torch.autograd._unsafe_preserve_version_counter",),
-    "rebind() of a wrapper": (f"{_DDP}._sync_module_states",),
     "zero-optim estimate": ("torch.utils._python_dispatch.TorchDispatchMode",),
 }
 OPTIONAL = (  # the library does without them
