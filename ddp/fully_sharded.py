@@ -187,7 +187,7 @@ class FullyShardedDataParallel(ShardedModule, nn.Module):
     def _after_forward(self, output: object) -> None:
         """Expect a backward pass; not called if the module has raised."""
         self._sends_buffers = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if torch.is_grad_enabled():
+        if self._versions and torch.is_grad_enabled():
             self._check_written()
         self._end_forward(output)
 

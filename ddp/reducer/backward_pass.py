@@ -211,7 +211,7 @@ class BackwardPass(Task):
 
     def reduce(self, bucket: ReducerBucket) -> None:
         """Start the reduction of a bucket; the engine calls."""
-        self.launched.add(bucket, self._launch(bucket))
+        self.launched.append((bucket, self._launch(bucket)))
 
     def launch_zeros(self, last_order: Sequence[int]) -> None:
         """Launch all buckets as they are; the other ranks use what was used in the last pass."""

@@ -23,22 +23,12 @@ Hook = Callable[[Any, Any], Future[Tensor]]  # (state, bucket), PyTorch's contra
 Launch: TypeAlias = Callable[[ReducerBucket], Pending[Tensor]]
 
 
-class Launched:
-    """The reductions that a pass has started, in order."""
-
-    def __init__(self) -> None:
-        self._pairs: list[tuple[ReducerBucket, Pending[Tensor]]] = []
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def add(self, bucket: ReducerBucket, reduction: Pending[Tensor]) -> None:
-        """Take one more."""
-        self._pairs.append((bucket, reduction))
+class Launched(list[tuple[ReducerBucket, Pending[Tensor]]]):
+    """The buckets of a pass whose reductions were started, in order."""
 
     def results(self, report: FailureReport | None = None) -> Iterator[tuple[ReducerBucket, Tensor]]:
         """Wait for each bucket, and yield it with its gradients; a report reads its word."""
-        for bucket, reduction in self._pairs:
+        for bucket, reduction in self:
             reduced = reduction.wait()
             if report is not None and report.awaits_word and bucket.is_last:
                 report.read_word(reduced)

@@ -10,7 +10,7 @@ moment                          source
 before and after modules        hooks of modules: `zero_optim.shard.lazy`, and `ddp.full.in_use` for units
 a bucket has all gradients      a gradient's hook, by `ddp.reducer.backward_pass`
 a bucket is reduced             `iteration.overlap`, for the comm hook `zero_step`
-after the backward pass         `iteration.overlap`, and `ddp.full.in_use`
+after the backward pass         `iteration.overlap`, and `ddp.full.in_backward`
 ``step()``                      `iteration.iteration`, and `iteration.overlap` for what is left to step
 ==============================  ==========================================================================
 
