@@ -10,7 +10,7 @@ from zero_optim.ddp.full.launch_order import LaunchOrder
 from zero_optim.ddp.full.unit import Unit, UnitOperations, UnitOrder, UnitUse
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.reducer.backward_pass import BackwardPass
-from zero_optim.ddp.reducer.graph import on_gradient, tensors_in
+from zero_optim.ddp.reducer.graph import on_gradient
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.flow.schedule import Moment, Operation
 from zero_optim.health.unit_stamps import Purpose
@@ -27,7 +27,7 @@ class UnitsInBackward:
             for index in unit.waits_for:
                 self._waiting.setdefault(index, []).append(unit)
         # Autograd's hooks hold these, and numbers of units: no model.
-        self.reached, self._came = weakly(self._output_reached), weakly(self._input_reached)
+        self.reached, self.input_came = weakly(self._output_reached), weakly(self._input_reached)
 
     def use(self, reducer: OwnerReducer) -> None:
         """Launch the buckets of this reducer from now on."""
@@ -41,10 +41,6 @@ class UnitsInBackward:
         return self._order.is_under_way
 
     # ------------------------------------------------------------------ in a forward pass
-
-    def expect_inputs(self, unit: Unit, inputs: object) -> None:
-        """Keep a unit until the gradients of a call's inputs are there."""
-        unit.begin_use(tensors_in(inputs), self._came)
 
     def expect(self, unit: Unit, tensors: Sequence[Tensor], place: int) -> None:
         """Make a unit whole when the gradient of an output is there, of the call that ends at a place."""

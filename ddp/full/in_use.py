@@ -114,7 +114,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
         unit, goes_back = self._unit_of[module], in_backward()
         is_outermost, is_used = len(self.under_way) == 1, self._operations.num_users(unit) > 1
         if unit.has_frozen and not is_used:
-            self.backward.expect_inputs(unit, inputs)
+            unit.begin_use(tensors_in(inputs), self.backward.input_came)
         self._reads.begin(self.under_way[-1])
         if unit.is_whole and (is_used or goes_back):
             unit.arrive()  # perhaps it was gathered on another stream
