@@ -183,9 +183,11 @@ class Reducer:
         self._inbox.use(current)
         when_backward_ends(partial(self._finish, current), current.break_off)
         learnt = self.history.learnt
-        unused = [index for index, calls in enumerate(learnt or ()) if not calls]
         with torch.no_grad():
-            current.presume_unused(self._search.pop_unused(self.params) if learnt is None else unused)
+            if learnt is None:
+                current.presume_unused(self._search.pop_unused(self.params))
+            else:
+                current.presume_unused([index for index, calls in enumerate(learnt) if not calls])
         return current
 
     def _new_pass(self, assignment: BucketAssignment, divisor: float, *, in_join: bool) -> BackwardPass:

@@ -85,7 +85,7 @@ class HookSlot:
 
     def launching(self, group: RankGroup, *, all_used: bool) -> Launch:
         """Return the launch function: the comm hook, or a sum. It holds a weak reference."""
-        reference, is_divided = weakref.ref(self), self.divisor() is not None
+        reference, is_divided = weakref.ref(self), self.hook is not None and self.divisor() is not None
 
         def launch(bucket: ReducerBucket) -> Pending[Tensor]:
             slot = reference()

@@ -102,8 +102,10 @@ class FailureNotes:
 
     def text(self) -> str | None:
         """Return all errors as one text, each with its parameters, or None."""
+        if not self._noted:
+            return None
         texts = sorted(self._noted, key=lambda text: text != BROKE_OFF)  # that comes first
-        return "; ".join(text.format(names_text([*self._noted[text]])) for text in texts) or None
+        return "; ".join(text.format(names_text([*self._noted[text]])) for text in texts)
 
 
 WRAPPED_ANEW = (
