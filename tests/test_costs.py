@@ -147,7 +147,7 @@ def test_a_step_of_some_parameters_goes_through_no_group() -> None:
     for param in params:
         param.grad = torch.ones(1)
     spec = OptimizerSpec(torch.optim.SGD, {"lr": 1.0})
-    built = BuiltOptimizer(spec, [0], [{"params": params}], is_tried=False)
+    built = BuiltOptimizer(spec, {0: {"params": params}}, is_tried=False)
     (group,) = built.optimizer.param_groups
     group["params"] = members = Counted(params)
     built.step({params[3]})

@@ -180,7 +180,7 @@ def _add_optimizer(part: RankContent, objects: Objects, rank: int) -> tuple[Rank
     if optimizer is None:
         return shared, own
     names, local = names_of(optimizer, objects.model), optimizer.core.owned.local
-    local.check_dicts()
+    local.states.check_dicts()
     params = {name: [dtype_name(kept_dtype(p)), list(p.shape)] for name, p in names.param.items()}
     both = (shared, local.compared(optimizer.param_groups)), (own, optimizer.param_groups)
     for content, groups in both:

@@ -156,7 +156,7 @@ def add_group(core: Core, group: dict[str, Any]) -> None:
             core.group.check_serves([param for param in group["params"] if param not in held])
             own = GroupOptions.taken_from(new, owned.local.default, inputs.options)
             own.check_dtypes(new, owned.leaves.stepped_dtype)
-        plan = planned(sharding, own, core.groups, owned.leaves, own.describe(), inputs.specs)
+        plan = planned(sharding, own, core.groups, owned.leaves, own.describe(), owned.local.specs)
         with failing_together(core.group):
             buckets = make_held_buckets(core.groups, plan, held, owned.leaves.held, sharding)
         for bucket in buckets:

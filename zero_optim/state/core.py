@@ -172,10 +172,10 @@ class Core:
 
     def follow_state(self) -> None:
         """Take over a mapping that the user or the class assigned to ``state``; raises as `own_state`."""
-        states = self.owned.local.states
+        states = self.owned.local.states.all
         if self.owned.take_over_state(self.state, states):
             self.show_state()
-            states = self.owned.local.states
+            states = self.owned.local.states.all
         sizes = list(map(len, states))
         if sizes != self._state_sizes:  # so that most steps look no further
             self._check_state()
@@ -184,7 +184,7 @@ class Core:
     def _check_state(self) -> None:
         """Raise RuntimeError for entries of a parameter that this rank does not own."""
         pieces = self.sharding.pieces
-        for state in self.owned.local.states:
+        for state in self.owned.local.states.all:
             for key, entries in state.items():
                 of_param = pieces.get(key) if isinstance(key, Tensor) else None
                 if entries and of_param is not None and piece_of(of_param, self.ranks.rank) is None:
@@ -237,7 +237,7 @@ class Core:
                 f"param_groups do not list all parameters that have state (shapes {shapes}): put them back, "
                 "or drop their state too, on all ranks, with optimizer.state.pop(param, None)"
             )
-        own.update(self.owned.local.beside())
+        own.update(self.owned.local.states.beside())
         return {key: dict(value) if isinstance(value, OwnedEntries) else value for key, value in own.items()}
 
     def indexed_state(self) -> dict[Any, Any]:

@@ -28,7 +28,7 @@ def whole_state(core: Core) -> dict[Any, Any]:
     if core.inputs.held:
         return held.whole_state(core)
     if core.snapshot.untouched:
-        return core.owned.local.initial_state(core.groups)
+        return core.owned.local.states.initial(core.groups)
     if core.ranks.size == 1 and core.snapshot.may_be_collected and not core.ranks.is_released:
         consolidate(core, 0)  # which sends nothing
     whole = core.snapshot.get(core.ranks.rank)
@@ -45,7 +45,7 @@ def consolidate(core: Core, to: int | Sequence[int] | None) -> None:
     group = core.group
     with group.doing("consolidate_state_dict()"):
         with agreeing(group, "the target of consolidate_state_dict") as agreed:
-            core.owned.local.check_dicts()
+            core.owned.local.states.check_dicts()
             if core.inputs.held:
                 raise RuntimeError(
                     "the state of a model that FSDP2 shards is not consolidated: call state_dict() on all "
@@ -77,7 +77,7 @@ def load(
     beside: dict[str, Any] = {}
     has_dtensors = False
     with failing_together(group):
-        core.owned.local.check_dicts()
+        core.owned.local.states.check_dicts()
         _check_source(state_dict, src, group)
         if state_dict is not None:
             state_dict = run_hooks(dict(state_dict))
@@ -92,7 +92,7 @@ def load(
                     + ": get it with full_state_dict=True, see torch.distributed.checkpoint.state_dict"
                 )
             everywhere = {key: value for key, value in state.items() if key not in set(keys)}
-            if core.owned.local.has_own_dict:
+            if core.owned.local.states.has_own_dict:
                 more = {key: state_dict[key] for key in state_dict if key not in ("state", "param_groups")}
                 everywhere.update({BESIDE: more} if more else {})
             groups = state_dict["param_groups"]
@@ -117,7 +117,7 @@ def load(
         described = core.owned.local.describe_options(groups)
     agree(group, described, "the options of the state dict")
     everywhere = map_tensors(beside["everywhere"], copied)
-    is_new = beside["is_new"] and not core.owned.local.initial_state(core.groups)
+    is_new = beside["is_new"] and not core.owned.local.states.initial(core.groups)
     core.take_over({**owned, **everywhere}, groups, exact=False, everyone=core.group)()
     core.snapshot.changed(is_new=is_new)
 
@@ -135,7 +135,7 @@ def load_owned(
     everyone = core.group if everyone is None else everyone
     with failing_together(everyone):
         core.check_weights()
-        core.owned.local.check_dicts()
+        core.owned.local.states.check_dicts()
         if not isinstance(state, Mapping):
             raise TypeError(f"expected a mapping as owned_state() gives it, got {type(state).__name__}")
         groups = core.with_options(options)

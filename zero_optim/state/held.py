@@ -70,7 +70,7 @@ def whole_state(core: Core) -> dict[Any, Any]:
     """Return the state of all parameters, of DTensors as DTensors; all ranks call. Communicates."""
     group, params = core.group.during("state"), core.params
     with failing_together(group):
-        core.owned.local.check_dicts()
+        core.owned.local.states.check_dicts()
         own = core.own_state()
         odd = [name for param in core.inputs.held for name in own.get(param, ()) if type(name) is not str]
         if odd:

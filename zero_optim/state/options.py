@@ -113,15 +113,13 @@ class PlanInputs:
     held: dict[Tensor, Chunks] = field(default_factory=dict)  # DTensors, whose rows others keep
     costs: dict[Tensor, float] = field(default_factory=dict)
     kept_whole: set[Tensor] = field(default_factory=set)
-    specs: list[GroupSpec] = field(default_factory=list)  # by group
 
     def may_cut(self, groups: Sequence[ParamGroup]) -> list[bool]:
         """Return for each group whether the user allows cuts."""
         return [not self.kept_whole.issuperset(group["params"]) for group in groups]
 
     def note(self, groups: Sequence[ParamGroup], new: "GroupOptions", costs: Sequence[float]) -> None:
-        """Store the costs, cuts and classes of new groups."""
-        self.specs += new.specs
+        """Store the costs and cuts of new groups."""
         self.costs.update(zip(params_of(groups), costs, strict=True))
         for group, may in zip(groups, new.may_cut, strict=True):
             self.kept_whole.update(() if may else group["params"])
@@ -196,9 +194,8 @@ class GroupOptions:
 
     def local_over(self, groups: list[ParamGroup], leaf_of: dict[Tensor, Tensor]) -> LocalOptimizer:
         """Build the groups' classes over this rank's leaves."""
-        specs, is_untried = [each.spec for each in self.specs], self.options.assume_separable
-        saves = not self.options.allow_unsaved
-        return LocalOptimizer(self.default, groups, specs, leaf_of, is_untried, saves)
+        is_untried, saves = self.options.assume_separable, not self.options.allow_unsaved
+        return LocalOptimizer(self.default, groups, self.specs, leaf_of, is_untried, saves)
 
     def why_whole(
         self,

@@ -145,7 +145,7 @@ def _go_over(core: Core, group: RankGroup, inputs: PlanInputs, *, keep_state: bo
     own, everywhere = dict[Any, Any](), dict[Any, Any]()
     with failing_together(group):
         if keep_state:
-            local.check_dicts()
+            local.states.check_dicts()
             core.follow_state()
             leaves.follow_values(leaves.masters)
             own = core.indexed_state()
@@ -157,14 +157,14 @@ def _go_over(core: Core, group: RankGroup, inputs: PlanInputs, *, keep_state: bo
     holders, held = _find_holders(core, group, everywhere) if keep_state else ({}, [])
     groups, everywhere = _shared(core, group, holders, everywhere)
     costs = [inputs.costs.__getitem__] * len(groups)
-    again = GroupOptions(costs, may_cut, inputs.specs, local.default, inputs.options)
+    again = GroupOptions(costs, may_cut, local.specs, local.default, inputs.options)
     sharding, (new, average) = new_sharding(inputs, group), new_leaves(inputs)
     plan = planned(sharding, again, local.compared(groups), leaves, about)
     rows = core.row_map(held, plan.pieces) if holders else None
     state, values = ({}, {}) if rows is None else _moved(core, group, rows, own)
 
     def local_over(leaf_of: dict[Tensor, Tensor]) -> LocalOptimizer:
-        pairs = zip(groups, inputs.specs, strict=True)
+        pairs = zip(groups, again.specs, strict=True)
         # The original options; `groups` stay unchanged.
         built = again.local_over([{"params": g["params"], **of.options} for g, of in pairs], leaf_of)
         built.take_attributes(local)

@@ -33,7 +33,7 @@ NOT_FOR_OURS = (
 
 def is_no_step(core: Core) -> bool:
     """Whether ``step()`` is called to create state alone: Note [Steps that are none]."""
-    if torch.compiler.is_compiling() or _DCP not in sys.modules or any(core.owned.local.states):
+    if torch.compiler.is_compiling() or _DCP not in sys.modules or any(core.owned.local.states.all):
         return False
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "_init_optim_state":
@@ -43,7 +43,7 @@ def is_no_step(core: Core) -> bool:
 
 def begins_state(core: Core) -> bool:
     """Whether all ranks are to step once so that there is state: Note [Steps that are none]."""
-    is_new = core.snapshot.untouched and not core.owned.local.initial_state(core.groups)
+    is_new = core.snapshot.untouched and not core.owned.local.states.initial(core.groups)
     if is_new and not core.inputs.held:
         core.snapshot.drop(is_new=True)
     return is_new and bool(core.inputs.held)

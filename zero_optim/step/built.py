@@ -1,6 +1,6 @@
 """One optimizer of the user's class over this rank's leaves."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -8,37 +8,42 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_optim.compat import private
-from zero_optim.plan.groups import ParamGroup, changed_in_kind, kind_of, options_of, params_of
-from zero_optim.plan.option_values import plain
+from zero_optim.plan.groups import PARAM_KEYS, ParamGroup, changed_in_kind, kind_of, options_of, params_of
+from zero_optim.plan.option_values import OptionKey, Plain, are_close, changeable, plain
 from zero_optim.plan.pieces import Pieces
 from zero_optim.probe.probe import probe, state_entries
 from zero_optim.probe.saved import BESIDE, has_own_dict, load_packed
 from zero_optim.probe.traits import Traits, refusal, refusal_in_half
 from zero_optim.step.spec import CutRowsOf, OptimizerSpec
 
+_ABSENT = object()
+
 
 class BuiltOptimizer:
-    """One ``torch.optim.Optimizer`` built from a spec, for the public groups ``numbers``, in that order."""
+    """One ``torch.optim.Optimizer`` built from a spec over leaves, for some of the public groups.
 
-    def __init__(
-        self, spec: OptimizerSpec, numbers: list[int], groups: list[ParamGroup], *, is_tried: bool
-    ) -> None:
+    ``options``: those that each of these groups gave, by its number; the optimizer's groups have that order.
+    ``written``: options that the class changed in steps.
+    """
+
+    def __init__(self, spec: OptimizerSpec, groups: dict[int, ParamGroup], *, is_tried: bool) -> None:
         self.spec = spec
-        self.numbers = numbers
-        self.traits: Traits | None = None
-        self._is_tried = is_tried
+        self.traits: Traits | None = None  # none if the class is not tried
+        self.written: set[OptionKey] = set()
+        self._before: list[dict[str, Plain]] = []  # what a step may change in place
         self._members: list[list[Tensor]] = []  # of groups, whose places are known
         self._places: dict[Tensor, tuple[int, int]] = {}  # of leaves: number of the group, place in it
         self._answers: dict[object, Any] = {}  # of probes that steps and loads ask again
-        self.first_options = [options_of(group) for group in groups]
-        leaves = _leaf_ids(groups)  # taken now: the class may change the dicts
-        self.optimizer = spec.build(groups)  # before anything is tried, so that wrong options are told first
+        self.options = {number: options_of(group) for number, group in groups.items()}
+        own = list(groups.values())
+        leaves = _leaf_ids(own)  # taken now: the class may change the dicts
+        self.optimizer = spec.build(own)  # before anything is tried, so that wrong options are told first
         self.defaults = {key: plain(value) for key, value in self.optimizer.defaults.items()}
-        self._try_class(leaves)
+        self._try_class(leaves, is_tried=is_tried)
 
-    def _try_class(self, leaves: list[set[int]]) -> None:
+    def _try_class(self, leaves: list[set[int]], *, is_tried: bool) -> None:
         """Set ``traits``; raise ValueError if the class cannot step ``leaves``, those of the last groups."""
-        first = len(self.numbers) - len(leaves)
+        first = len(self.options) - len(leaves)
         if _leaf_ids(self.optimizer.param_groups[first:]) != leaves:
             raise ValueError(
                 f"expected {self.spec.name} to step the parameters that it is given, but it built groups "
@@ -46,8 +51,8 @@ class BuiltOptimizer:
                 "would train another way. Use a class that keeps no copies, with master_dtype=torch.float32 "
                 "for masters, or use it without sharding"
             )
-        if self._is_tried:
-            traits = probe(self.spec.subject(self.first_options))
+        if is_tried:
+            traits = probe(self.spec.subject([*self.options.values()]))
             if not traits.separable:
                 raise ValueError(refusal(self.spec.optimizer_class, traits))
             self.traits = traits
@@ -83,7 +88,7 @@ class BuiltOptimizer:
     def state_entries(self, num_dims: int) -> dict[str, bool]:
         """Return whether each state entry of such parameters has their shape, as a probe shows."""
         if num_dims not in self._answers:
-            self._answers[num_dims] = state_entries(self.spec.subject(self.first_options), num_dims)
+            self._answers[num_dims] = state_entries(self.spec.subject([*self.options.values()]), num_dims)
         entries: dict[str, bool] = self._answers[num_dims]
         return entries
 
@@ -91,7 +96,7 @@ class BuiltOptimizer:
         self, groups: list[ParamGroup], cut_rows: CutRowsOf, pieces: Mapping[Tensor, Pieces]
     ) -> None:
         """Raise ValueError if options that changed in kind since the last step allow no cuts."""
-        for number, own in zip(self.numbers, self.optimizer.param_groups, strict=True):
+        for number, own in zip(self.options, self.optimizer.param_groups, strict=True):
             group = groups[number]
             changed = changed_in_kind(own, group)
             if not changed:
@@ -100,7 +105,8 @@ class BuiltOptimizer:
             cuts = [cut_rows(param, pieces[param]) for param in params if len(pieces[param]) > 1]
             key = frozenset((key, kind_of(key, value)) for key, value in options.items()), tuple(cuts)
             if key not in self._answers:
-                self._answers[key] = self.spec.why_not_cut([options], options, cuts, is_tried=self._is_tried)
+                is_tried = self.traits is not None
+                self._answers[key] = self.spec.why_not_cut([options], options, cuts, is_tried=is_tried)
             reason = next((reason for reason in self._answers[key] if reason is not None), None)
             if reason is not None:
                 now = ", ".join(f"{key}={group.get(key)!r}" for key in changed)
@@ -112,21 +118,48 @@ class BuiltOptimizer:
 
     def add_group(self, number: int, group: ParamGroup) -> None:
         """Add the owned part of a public group; after an error call `drop_groups`."""
-        first, leaves = options_of(group), _leaf_ids([group])
+        options, leaves = options_of(group), _leaf_ids([group])
         self.optimizer.add_param_group(group)
-        self.numbers.append(number)
-        self.first_options.append(first)
-        self._try_class(leaves)
+        self.options[number] = options
+        self._try_class(leaves, is_tried=self.traits is not None)
 
     def drop_groups(self, count: int) -> None:
         """Drop all groups after the first ``count`` public ones."""
-        self.numbers = [number for number in self.numbers if number < count]
-        del self.optimizer.param_groups[len(self.numbers) :]
-        del self.first_options[len(self.numbers) :]
+        self.options = {number: first for number, first in self.options.items() if number < count}
+        del self.optimizer.param_groups[len(self.options) :]
         leaves = {leaf for group in self.optimizer.param_groups for leaf in group["params"]}
         state: dict[Any, Any] = self.optimizer.state
         for key in [key for key in state if isinstance(key, Tensor) and key not in leaves]:
             del state[key]
+
+    # ------------------------------------------------------------------ the options of the public groups
+
+    def take_options(self, groups: Sequence[ParamGroup]) -> None:
+        """Give the class the options of its public groups, before a call."""
+        self._before = []
+        for number, own in zip(self.options, self.optimizer.param_groups, strict=True):
+            _set_options(own, groups[number])
+            self._before.append(changeable(own))
+
+    def write_options(self, groups: Sequence[ParamGroup]) -> None:
+        """Give its public groups the options that the class has now, behind the call."""
+        for number, own, before in zip(self.options, self.optimizer.param_groups, self._before, strict=True):
+            changed = _set_options(groups[number], own)
+            if before:
+                now = changeable(own)
+                changed += [key for key, was in before.items() if not are_close(was, now.get(key))]
+            if changed:
+                self.written.update((number, str(key)) for key in changed)
+
+    def defaults_in(self, options: Sequence[Mapping[str, Plain]]) -> list[OptionKey]:
+        """List the options of all groups, as plain values, that nobody set and that have the default."""
+        return [
+            (number, key)
+            for number, first in self.options.items()
+            if number < len(options)  # the user may have deleted a group
+            for key, value in options[number].items()
+            if key not in first and are_close(self.defaults.get(key, value), value)
+        ]
 
     def step(self, chosen: Collection[Tensor] | None, /, *args: object, **kwargs: object) -> Any:  # noqa: ANN401
         """Step all leaves, or the chosen ones, with this optimizer's hooks alone.
@@ -174,10 +207,10 @@ class BuiltOptimizer:
                 group["params"] = leaves
 
     def load(self, groups: list[ParamGroup], state: Mapping[Any, Any], *, exact: bool) -> None:
-        """Replace the state through the class's ``load_state_dict``, as `LocalOptimizer.load`."""
+        """Replace the state through the class's ``load_state_dict``, as `LocalStates.load`."""
         leaves = set(params_of(self.optimizer.param_groups))
         keys = [key for key in state if key in leaves or not isinstance(key, Tensor)]
-        own, public = {key: state[key] for key in keys if key != BESIDE}, [groups[n] for n in self.numbers]
+        own, public = {key: state[key] for key in keys if key != BESIDE}, [groups[n] for n in self.options]
         load_packed(self.optimizer, own, public, state.get(BESIDE, {}))
         if exact:
             held: dict[Any, Any] = self.optimizer.state
@@ -186,6 +219,18 @@ class BuiltOptimizer:
 
 def _leaf_ids(groups: list[ParamGroup]) -> list[set[int]]:
     return [{id(leaf) for leaf in group["params"]} for group in groups]
+
+
+def _set_options(target: ParamGroup, source: ParamGroup) -> list[str]:
+    changed = list[str]()
+    for key, value in source.items():
+        if target.get(key, _ABSENT) is not value and key not in PARAM_KEYS:
+            target[key] = value
+            changed.append(key)
+    if not target.keys() <= source.keys():
+        for key in target.keys() - source.keys() - PARAM_KEYS:
+            del target[key]
+    return changed
 
 
 def _as_saved(loaded: Any, saved: Any, name: object = None) -> Any:  # noqa: ANN401 - whatever the class keeps

@@ -7,16 +7,15 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_optim.plan.groups import PARAM_KEYS, ParamGroup, describe_options, options_of, params_of
-from zero_optim.plan.option_values import OptionKey, Plain, are_close, changeable, plain
+from zero_optim.plan.groups import ParamGroup, describe_options, options_of, params_of
+from zero_optim.plan.option_values import OptionKey, Plain, plain
 from zero_optim.plan.pieces import Pieces
-from zero_optim.probe.saved import BESIDE, beside_of, has_own_dict
 from zero_optim.probe.traits import Traits
 from zero_optim.step.built import BuiltOptimizer
-from zero_optim.step.spec import Closure, CutRowsOf, OptimizerSpec
+from zero_optim.step.local_states import LocalStates, fill_in
+from zero_optim.step.spec import Closure, CutRowsOf, GroupSpec, OptimizerSpec
 
-_ABSENT, _STEP = object(), attrgetter("step")
-_STATE = attrgetter("optimizer.state")
+_STEP = attrgetter("step")
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
@@ -27,7 +26,7 @@ class LocalOptimizer:
         self,
         default: OptimizerSpec,
         groups: list[ParamGroup],
-        specs: Sequence[OptimizerSpec],
+        specs: Sequence[GroupSpec],
         owned: Mapping[Tensor, Tensor],
         assume_separable: bool,
         saves: bool,
@@ -37,17 +36,17 @@ class LocalOptimizer:
         self._is_tried = not assume_separable
         self._leaf_of = dict(owned)
         self.members: list[list[Tensor]] = []  # of the public groups, which the local ones follow
-        self._written: set[OptionKey] = set()  # options that classes changed in steps
         self._steps_parts = False
         self._built: list[BuiltOptimizer] = []
-        for spec in [*(each for each in specs if each is not default), default]:
-            numbers = [number for number, each in enumerate(specs) if each is spec]
-            members = [_over_leaves(groups[number], self._leaf_of) for number in numbers]
+        self.states = LocalStates(self._built)
+        for spec in [*(each.spec for each in specs if each.spec is not default), default]:
+            numbers = [number for number, each in enumerate(specs) if each.spec is spec]
             if numbers:
-                self._built.append(BuiltOptimizer(spec, numbers, members, is_tried=self._is_tried))
+                own = {number: _over_leaves(groups[number], self._leaf_of) for number in numbers}
+                self._built.append(BuiltOptimizer(spec, own, is_tried=self._is_tried))
         self._check_saves()
         for public, local in zip(groups, self._groups(), strict=True):
-            _fill_in(public, local)
+            fill_in(public, local)
 
     def take_attributes(self, former: "LocalOptimizer") -> None:
         """Take over attributes with plain values, which users or methods of the classes may have set."""
@@ -57,7 +56,17 @@ class LocalOptimizer:
 
     def describe_specs(self) -> list[str]:
         """Describe the classes and their arguments, to compare ranks."""
-        return [f"optimizer {built.spec.describe()} for groups {built.numbers}" for built in self._built]
+        return [f"optimizer {built.spec.describe()} for groups {[*built.options]}" for built in self._built]
+
+    @property
+    def specs(self) -> list[GroupSpec]:
+        """The class of each public group, and the options that the group gave."""
+        every = {
+            number: GroupSpec(built.spec, options)
+            for built in self._built
+            for number, options in built.options.items()
+        }
+        return [every[number] for number in sorted(every)]
 
     def require_parts(self) -> None:
         """Step some parameters at a time from now on; ValueError, for later groups too, if a class cannot."""
@@ -70,36 +79,13 @@ class LocalOptimizer:
         """Whether trials show that some parameters can be stepped at a time; equal on every rank."""
         return all(built.traits is not None and built.traits.steppable_in_parts for built in self._built)
 
-    def check_dicts(self) -> None:
-        """Raise TypeError if a class's state cannot be saved and resumed, as that of many wrappers."""
-        for built in self._built:
-            built.check_saved()
-        names = [built.spec.name for built in self._built if has_own_dict(built.optimizer)]
-        if names and len(self._built) > 1:
-            raise TypeError(
-                f"{names[0]} overrides state_dict(), so its state cannot be saved with that of other classes "
-                "in one optimizer: give it an optimizer of its own"
-            )
-
     def _check_saves(self) -> None:
         try:
             if self._saves:
-                self.check_dicts()
+                self.states.check_dicts()
         except TypeError as error:
             hint = "To train it all the same, build the optimizer with allow_unsaved=True"
             raise TypeError(f"{error}. {hint}") from None
-
-    def beside(self) -> dict[str, Any]:
-        """Return what a class saves beside its state, as a global entry: Note [Beside the state]."""
-        beside = beside_of(self._built[0].optimizer) if self.has_own_dict else {}
-        return {BESIDE: beside} if beside else {}
-
-    @property
-    def has_own_dict(self) -> bool:
-        """Whether there is one class, with a ``state_dict`` of its own that can be saved."""
-        traits = self._built[0].traits
-        is_saved = traits is not None and traits.unsaved is None
-        return is_saved and len(self._built) == 1 and has_own_dict(self._built[0].optimizer)
 
     def traits(self) -> list[tuple[str, Traits | None]]:
         """Each class's probe result; None if not probed."""
@@ -133,7 +119,7 @@ class LocalOptimizer:
     def of_group(self, number: int) -> BuiltOptimizer:
         """Return the optimizer of a public group."""
         for built in self._built:
-            if number in built.numbers:
+            if number in built.options:
                 return built
         raise self._other_groups(number + 1)
 
@@ -178,20 +164,13 @@ class LocalOptimizer:
         self, groups: list[ParamGroup], methods: Sequence[Callable[..., Any]], *args: object, **kwargs: object
     ) -> Any:  # noqa: ANN401 - whatever the class returns
         """Call the optimizers' own methods under the public groups' options; returns the first result."""
-        own = self._groups()
-        if len(groups) != len(own):
+        if len(groups) != self.num_groups:
             raise self._other_groups(len(groups))
-        for public, local in zip(groups, own, strict=True):
-            _set_options(local, public)
-        before = list(map(changeable, own))  # which the class can change in place
+        for built in self._built:
+            built.take_options(groups)
         results = [method(*args, **kwargs) for method in methods]
-        for number, (public, local) in enumerate(zip(groups, self._groups(), strict=True)):
-            changed = _set_options(public, local)
-            if before[number]:
-                now = changeable(local)
-                changed += [key for key, was in before[number].items() if not are_close(was, now.get(key))]
-            if changed:
-                self._written.update((number, str(key)) for key in changed)
+        for built in self._built:
+            built.write_options(groups)
         return results[0]
 
     def follow_members(self, groups: Sequence[ParamGroup]) -> None:
@@ -202,16 +181,10 @@ class LocalOptimizer:
 
     def origins(self, options: Sequence[Mapping[str, Plain]]) -> tuple[list[OptionKey], set[OptionKey]]:
         """Return the options not set by the user that have the class's default, and those a class changed."""
-        defaults = [
-            (number, key)
-            for built in self._built
-            for number, first in zip(built.numbers, built.first_options, strict=True)
-            if number < len(options)  # the user may have deleted a group
-            for key, value in options[number].items()
-            if key not in first and are_close(built.defaults.get(key, value), value)
-        ]
+        defaults = [key for built in self._built for key in built.defaults_in(options)]
+        written = {key for built in self._built for key in built.written}
         numbers = range(len(options))
-        return defaults, self._written | {(n, key) for n in numbers for key in self._traits_of(n).idle}
+        return defaults, written | {(n, key) for n in numbers for key in self._traits_of(n).idle}
 
     def compared(self, groups: Sequence[ParamGroup]) -> list[ParamGroup]:
         """Return groups without idle entries: Note [Idle entries] in `zero_optim.probe.comparison`."""
@@ -226,13 +199,13 @@ class LocalOptimizer:
         return describe_options(self.compared(groups))
 
     def _traits_of(self, number: int) -> Traits:
-        traits = (built.traits for built in self._built if number in built.numbers)
+        traits = (built.traits for built in self._built if number in built.options)
         return next(traits, None) or Traits()
 
     @property
     def num_groups(self) -> int:
         """The number of groups."""
-        return sum(len(built.numbers) for built in self._built)
+        return sum(len(built.options) for built in self._built)
 
     def shown(self) -> tuple[tuple[Optimizer, ...], list[ParamGroup]]:
         """Return the optimizers, and their groups in the public order."""
@@ -244,19 +217,19 @@ class LocalOptimizer:
         self._leaf_of.update(owned)
         part = _over_leaves(group, self._leaf_of)
         if spec is not self.default or shared is None:
-            self._built.append(BuiltOptimizer(spec, [number], [part], is_tried=self._is_tried))
+            self._built.append(BuiltOptimizer(spec, {number: part}, is_tried=self._is_tried))
         else:
             shared.add_group(number, part)
         if self._steps_parts:
             self.of_group(number).check_parts()
         self._check_saves()
-        _fill_in(group, self._groups()[number])
+        fill_in(group, self._groups()[number])
 
     def drop_groups(self, count: int) -> None:
         """Keep only the first ``count`` groups."""
         for built in self._built:
             built.drop_groups(count)
-        self._built = [built for built in self._built if built.numbers]
+        self._built[:] = [built for built in self._built if built.options]
         leaves = set(params_of(self._groups()))
         self._leaf_of = {param: leaf for param, leaf in self._leaf_of.items() if leaf in leaves}
 
@@ -265,51 +238,8 @@ class LocalOptimizer:
             return self._built[0].optimizer.param_groups
         numbered: dict[int, ParamGroup] = {}
         for built in self._built:
-            numbered.update(zip(built.numbers, built.optimizer.param_groups, strict=True))
+            numbered.update(zip(built.options, built.optimizer.param_groups, strict=True))
         return [numbered[number] for number in sorted(numbered)]
-
-    @property
-    def states(self) -> list[dict[Any, Any]]:
-        """The state of each optimizer: leaf -> entries, and any global entries."""
-        return list(map(_STATE, self._built))
-
-    def replace_states(self, states: Sequence[dict[Any, Any]]) -> None:
-        """Replace the state of each optimizer."""
-        for built, state in zip(self._built, states, strict=True):
-            built.optimizer.state = state  # type: ignore[assignment]
-
-    def number_of(self, leaf: object) -> int:
-        """Return the index in `states` of a leaf's optimizer; 0 if none."""
-        others = (map(id, params_of(built.optimizer.param_groups)) for built in self._built[1:])
-        return next((number for number, ids in enumerate(others, 1) if id(leaf) in ids), 0)
-
-    def initial_state(self, groups: list[ParamGroup]) -> dict[Any, Any]:
-        """Return the state of fresh optimizers over all of ``groups``; most classes have none."""
-        everything = {param: param for param in params_of(groups)}
-        state: dict[Any, Any] = {}
-        for built in self._built:
-            fresh = built.spec.build([_over_leaves(groups[number], everything) for number in built.numbers])
-            state.update(fresh.state)
-        beside = beside_of(fresh) if self.has_own_dict else {}
-        return {**state, BESIDE: beside} if beside else state
-
-    def load(self, groups: list[ParamGroup], state: Mapping[Any, Any], *, exact: bool) -> None:
-        """Replace the state, by leaf, through the classes' ``load_state_dict``; ``exact`` keeps dtypes."""
-        for built in self._built:
-            built.load(groups, state, exact=exact)
-        for public, local in zip(groups, self._groups(), strict=True):
-            _fill_in(public, local)
-
-    def remember(self) -> Callable[[], None]:
-        """Return a function that undoes a `load`; copies no tensor."""
-        optimizers = [built.optimizer for built in self._built]
-        saved = [(each, each.state, list(map(dict, each.param_groups))) for each in optimizers]
-
-        def undo() -> None:
-            for optimizer, state, groups in saved:
-                optimizer.state, optimizer.param_groups = state, groups
-
-        return undo
 
 
 def _leaves_of(group: ParamGroup, leaf_of: Mapping[Tensor, Tensor]) -> list[Tensor]:
@@ -318,20 +248,3 @@ def _leaves_of(group: ParamGroup, leaf_of: Mapping[Tensor, Tensor]) -> list[Tens
 
 def _over_leaves(group: ParamGroup, leaf_of: Mapping[Tensor, Tensor]) -> ParamGroup:
     return {"params": _leaves_of(group, leaf_of), **options_of(group)}
-
-
-def _fill_in(public: ParamGroup, local: ParamGroup) -> None:
-    for key, value in options_of(local).items():
-        public.setdefault(key, value)
-
-
-def _set_options(target: ParamGroup, source: ParamGroup) -> list[str]:
-    changed = list[str]()
-    for key, value in source.items():
-        if target.get(key, _ABSENT) is not value and key not in PARAM_KEYS:
-            target[key] = value
-            changed.append(key)
-    if not target.keys() <= source.keys():
-        for key in target.keys() - source.keys() - PARAM_KEYS:
-            del target[key]
-    return changed

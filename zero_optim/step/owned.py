@@ -42,13 +42,14 @@ class OwnedState:
 
     def show(self, wait: Callable[[], None], pieces: Mapping[Tensor, Pieces]) -> OwnedStateView:
         """Return a view of the state; ``wait`` runs before a write to it."""
-        self.shown = OwnedStateView(self.local.states, self.local, self.leaves, self.average, wait, pieces)
+        states = self.local.states
+        self.shown = OwnedStateView(states.all, states, self.leaves, self.average, wait, pieces)
         return self.shown
 
     @property
     def takes_closures(self) -> bool:
         """Whether the class may call a closure: masters, rows apart and several classes need it earlier."""
-        return not self.leaves.masters and not self.leaves.apart and len(self.local.states) == 1
+        return not self.leaves.masters and not self.leaves.apart and len(self.local.states.all) == 1
 
     def take_over_state(self, state: object, states: Sequence[dict[Any, Any]]) -> bool:
         """Adopt the mapping that replaces ``state``, or raise; return whether to `show` again.
@@ -60,7 +61,7 @@ class OwnedState:
         if state is not self.shown:
             if not isinstance(state, Mapping):
                 raise TypeError(f"expected optimizer.state to be a dict, got {type(state).__name__}")
-            self.local.replace_states(self.shown.over_new_states(state))
+            self.local.states.replace(self.shown.over_new_states(state))
         return True
 
     def run(self, work: Callable[[], T], gradients: Gradients | None = None) -> T:
@@ -128,13 +129,13 @@ class OwnedState:
                 of_leaf = {name: entry for name, entry in entries[key].items() if name not in (MASTER, EMA)}
             if of_leaf != {}:
                 of_leaves[separate.get(key, key)] = of_leaf
-        undo = self.local.remember()
+        undo = self.local.states.remember()
         self.leaves.follow()  # the class's own load may read them
         try:
             with failing_together(everyone):
                 masters = self.leaves.taken_from(entries)
                 averages = self.average.taken_from(entries)
-                self.local.load(groups, of_leaves, exact=exact)
+                self.local.states.load(groups, of_leaves, exact=exact)
         except BaseException:
             undo()
             raise

@@ -16,7 +16,7 @@ from torch import Tensor
 from zero_optim.plan.pieces import Pieces, owned_by_text
 from zero_optim.step.averages import EMA, WeightAverage
 from zero_optim.step.leaves import MASTER, Leaves
-from zero_optim.step.local import LocalOptimizer
+from zero_optim.step.local_states import LocalStates
 
 States = Sequence[MutableMapping[Any, Any]]
 _NONE = object()
@@ -117,7 +117,7 @@ class OwnedStateView(_View):
     def __init__(
         self,
         states: States,
-        local: LocalOptimizer,
+        of_local: LocalStates,
         leaves: Leaves,
         average: WeightAverage,
         wait: Callable[[], None],
@@ -125,7 +125,7 @@ class OwnedStateView(_View):
     ) -> None:
         self._states = list(states)
         self._pieces = pieces  # of all parameters
-        self._local = local
+        self._of_local = of_local  # where each optimizer is found
         self._leaves = leaves
         self._average = average
         self._wait = wait
@@ -141,7 +141,7 @@ class OwnedStateView(_View):
     def over_new_states(self, state: Mapping[Any, Any]) -> list[dict[Any, Any]]:
         """Return new states from a mapping that replaces this view, masters and averages included."""
         states: list[dict[Any, Any]] = [defaultdict(dict) for _ in self._states]
-        view = OwnedStateView(states, self._local, self._leaves, self._average, self._wait, self._pieces)
+        view = OwnedStateView(states, self._of_local, self._leaves, self._average, self._wait, self._pieces)
         for key, value in state.items():
             view[key] = value
         for param in [param for param in view._kept_beside() if param not in state]:
@@ -182,7 +182,7 @@ class OwnedStateView(_View):
         """Return the key in a class's state, and the state that has it or would."""
         place = self._place(key)
         holding = self._holding(place)
-        return place, holding[0] if holding else self._states[self._local.number_of(place)]
+        return place, holding[0] if holding else self._states[self._of_local.number_of(place)]
 
     def __getitem__(self, key: Any) -> Any:  # noqa: ANN401 - whatever the class keeps
         owners = () if key in self._leaves.owned else self._pieces.get(key, ())
