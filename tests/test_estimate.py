@@ -49,7 +49,8 @@ def test_state_and_parameters_are_those_counted_on_each_rank(name: str, master: 
         model = MODELS[name]()
         wrapped = FullyShardedDataParallel(model, ZeroRedundancyOptimizer(model.parameters(), AdamW))
         buckets = [bucket for unit in wrapped.units.units for bucket in unit.buckets]
-        assert rows.parameters == sum((b.span.stop - b.span.start) * b.row.itemsize for b in buckets)
+        own = [bucket.row for bucket in buckets]
+        assert rows.parameters == sum((row.span.stop - row.span.start) * row.values.itemsize for row in own)
 
 
 class Layers(nn.Sequential):

@@ -188,7 +188,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
     def on_request(self, units: Sequence[Unit], *, as_kept: bool, tells: bool = True) -> Iterator[UnitValues]:
         """Yield whole values of units, ``as_kept`` in the owners' dtype; if it ``tells``, errors raise."""
         held, wide, tells = list(units), list[WideBucket](), tells and not self.under_way
-        if as_kept and any(bucket.is_rounded for bucket in buckets_of(units)):
+        if as_kept and any(bucket.row.is_rounded for bucket in buckets_of(units)):
             self.check_unpinned()  # of all, so that a walk over modules raises before it has changed anything
             held, wide = [], list(map(WideBucket, buckets_of(units)))
             self._operations.at(Moment.BEFORE_FORWARD, wide, Purpose.AS_KEPT)

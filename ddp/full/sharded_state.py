@@ -127,7 +127,7 @@ def _copied(tensor: Tensor) -> Tensor:
 def local_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return what this rank has of the state dict, and which entries of it are rows of which parameters."""
     units.check_unpinned()
-    own = {param: (first, rows) for bucket in units.buckets for param, first, rows in bucket.places()}
+    own = {param: (first, rows) for bucket in units.buckets for param, first, rows in bucket.row.places()}
     names, whole = _freed_state(module, units)
     state, params = dict[str, Any](), dict[str, Tensor]()
     for name, value in whole.items():

@@ -125,7 +125,7 @@ class Registration:
                 start_gather((self.group.during("state"),), wide).wait()
                 for param, value in wide.values.items():
                     if param in bucket_of:
-                        bucket_of[param].take_in(param, value)
+                        bucket_of[param].row.take_in(param, value)
 
     def hand_over(
         self, buckets: Sequence[RowBucket], group: RankGroup, params: Sequence[Tensor]

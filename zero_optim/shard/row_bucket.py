@@ -27,11 +27,11 @@ from zero_optim.compat.streams import record_use
 from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import ZERO3, Schedule
 from zero_optim.plan.layout import Layout
-from zero_optim.plan.pieces import is_whole
 from zero_optim.plan.slices import Slices
-from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE, kept_dtype
+from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE
 from zero_optim.shard.bucket import Bucket
-from zero_optim.shard.places import FreedParams, zero_padding
+from zero_optim.shard.own_row import OwnRow
+from zero_optim.shard.places import FreedParams
 from zero_optim.shard.row_storage import RowStorage
 from zero_optim.shard.unit_memory import UnitMemory
 
@@ -64,7 +64,7 @@ class KeptRows(NamedTuple):
 
 
 class RowBucket(Uncopied, Bucket):
-    """A bucket of which this rank keeps its ``row``: Note [Freed in place]. Starts empty."""
+    """A bucket of which this rank keeps its ``row``: Note [Freed in place]. Starts without memory."""
 
     schedule = ZERO3
     keeps_gather = True
@@ -82,21 +82,13 @@ class RowBucket(Uncopied, Bucket):
     ) -> None:
         # The parameters have the compute dtype already where another bucket held them.
         super().__init__(params, layout, rank, label, slices=slices, dtype=dtype, as_views=False)
-        row_dtype = kept_dtype(params[0])
-        self._storage = RowStorage() if storage is None else storage
         self._memory = UnitMemory(layout.numel, self.dtype, self.device)
         self._flat = self._memory.flat
         self._keep(self._flat)
         self._views = self.views(self._flat)
-        rows = [slice(row.start, row.stop) for row in layout.rows if row.owner == rank]
-        self.span = rows[0] if rows else slice(0, 0)
-        self._flat_row = self._flat[self.span]
+        self.row = OwnRow(self, self._memory, RowStorage() if storage is None else storage)
+        self._flat_row = self._flat[self.row.span]
         self._memory.free()
-        # A row that is all of it, in ordinary memory and in its dtype, is the flat tensor, which stays then.
-        is_all = (self.span.start, self.span.stop) == (0, layout.numel)
-        self._stays = is_all and not self._storage.on_host and self.dtype == row_dtype
-        self.row = self._flat_row if self._stays else self._flat.new_empty(0, dtype=row_dtype)
-        self._has_row = False  # it gets memory at its first use
         self._freed = FreedParams(params, self.dtype, self.device)
         self.is_whole = self._has_changed = False
         self.is_left = False  # state dicts show the parameters as they are
@@ -106,7 +98,7 @@ class RowBucket(Uncopied, Bucket):
     @property
     def nbytes_live(self) -> int:
         """Current bytes beside the row."""
-        return self.nbytes if self._memory.is_there and not self._stays else 0
+        return self.nbytes if self._memory.is_there and not self.row.is_flat else 0
 
     @property
     def needs_gather(self) -> bool:
@@ -119,18 +111,13 @@ class RowBucket(Uncopied, Bucket):
         return self._gather is not None and self._gather.is_unclaimed
 
     @property
-    def is_rounded(self) -> bool:
-        """Whether parameters and row have different dtypes."""
-        return self.dtype != self.row.dtype
-
-    @property
     def storage_id(self) -> int:
         """An id of the flat tensor's storage, valid without memory."""
         return int(private.cdata(self._flat.untyped_storage()))
 
     def shares_memory(self, tensor: Tensor) -> bool:
         """Whether a tensor is a view of the flat tensor that dies with its memory."""
-        if self._stays or tensor.layout is not torch.strided:
+        if self.row.is_flat or tensor.layout is not torch.strided:
             return False
         address = self._flat.untyped_storage().data_ptr()
         return address != 0 and tensor.untyped_storage().data_ptr() == address
@@ -142,50 +129,16 @@ class RowBucket(Uncopied, Bucket):
 
     # ------------------------------------------------------------------ the row
 
-    def _make_row(self) -> None:
-        if self._has_row:
-            return
-        self._has_row = True
-        if self._stays:
-            self._memory.grow()
-            zero_padding(self._flat, self.layout)
-        elif self._storage.on_host:
-            self.row = self._storage.new_row(self.row.new_zeros(self._flat_row.numel()))
-        else:
-            self.row = self.row.new_empty(self._flat_row.numel())
-            zero_padding(self.row, self.layout, self.span.start)
-
-    def places(self) -> Iterator[tuple[Tensor, int, Tensor]]:
-        """Yield parameters, the first row of each that is here, and the rows, as views of `row`."""
-        self._make_row()
-        self._storage.wait()
-        offsets = self.layout.offsets()
-        for index, piece in self.own:
-            form, at = self.forms[index], offsets[index] - self.span.start
-            size, stride = form.size, form.stride
-            if not is_whole(piece, size):  # dimension 0 is outermost in memory
-                size, at = torch.Size((piece.stop - piece.start, *size[1:])), at + piece.start * stride[0]
-            yield self.params[index], piece.start, self.row.as_strided(size, stride, at)
-
-    def own_rows(self) -> dict[Tensor, Tensor]:
-        """Map the parameters of which this rank owns rows to views of these."""
-        return {param: rows for param, _, rows in self.places()}
-
-    @torch.no_grad()
-    def take_in(self, param: Tensor, values: Tensor | None = None) -> None:
-        """Copy this rank's rows out of a parameter's values, by default its own; then it is freed."""
-        whole = param if values is None else values
-        for member, first, rows in self.places():
-            if member is param:
-                rows.copy_(whole[first : first + len(rows)] if rows.shape != whole.shape else whole)
-        if values is None:
-            self.release(param)
+    def take_in(self, param: Tensor) -> None:
+        """Copy this rank's rows out of a parameter, which is freed then."""
+        self.row.take_in(param, param)
+        self.release(param)
 
     @torch.no_grad()
     def load(self, values: Mapping[Tensor, Tensor]) -> None:
         """Replace this rank's rows of some parameters and free all; RuntimeError if they are pinned."""
         self.check_unpinned()
-        for param, rows in self.own_rows().items():
+        for param, rows in self.row.by_param().items():
             if param in values:
                 rows.copy_(values[param])
         self.mark_changed()
@@ -196,19 +149,15 @@ class RowBucket(Uncopied, Bucket):
         for param, form, nan in zip(self.params, self.forms, self._freed.tensors, strict=True):
             if only is None or param is only:
                 setattr(param, STRIDES_WHEN_WHOLE, form.stride)
-                if self.is_rounded:
-                    setattr(param, DTYPE_AS_KEPT, self.row.dtype)
+                if self.row.is_rounded:
+                    setattr(param, DTYPE_AS_KEPT, self.row.values.dtype)
                 param.data = nan
         self._freed.note_versions()
-
-    def read_row(self, target: Tensor) -> None:
-        """Start to copy this rank's row to a tensor of its length and any dtype."""
-        self._storage.read(self.row, target)
 
     def write_row(self, values: Tensor) -> None:
         """Copy a tensor of its length to the row and free the parameters; RuntimeError if pinned."""
         self.check_unpinned()
-        self._storage.write(self.row, values)
+        self.row.write(values)
         self.mark_changed()
 
     # ------------------------------------------------------------------ steps and writes
@@ -267,12 +216,7 @@ class RowBucket(Uncopied, Bucket):
                 form._replace(dtype=view.dtype).check(param)
                 view.copy_(param)
                 param.data = view
-        if self.is_rounded:
-            written = self._storage.brought(self._flat_row)
-            is_same = self.row.to(written.dtype) == written
-            self._storage.write(self.row, torch.where(is_same, self.row, written.to(self.row.dtype)))
-        elif not self._stays:
-            self._storage.write(self.row, self._flat_row)
+        self.row.take_written(self._flat_row)
 
     # ------------------------------------------------------------------ whole and freed
 
@@ -282,18 +226,17 @@ class RowBucket(Uncopied, Bucket):
         Other ranks then wait, as for any error in a forward pass, and the watchdog tells them.
         """
         self._check_untouched()
-        if not self._stays:
+        if not self.row.is_flat:
             self._memory.grow()
             if self.own_row is None:
                 with torch.no_grad():
-                    self.read_row(self._flat_row)
+                    self.row.read(self._flat_row)
         return self._flat
 
     @property
     def own_row(self) -> Tensor | None:
         """See `Bucket`: where rows are gathered by slices, and it is sent as it is kept."""
-        is_sent = self.slices is not None and not (self._stays or self.is_rounded or self._storage.on_host)
-        return self.row if is_sent else None
+        return None if self.slices is None else self.row.sent
 
     def receive(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
         """Make the parameters whole after all rows have come."""
@@ -328,7 +271,7 @@ class RowBucket(Uncopied, Bucket):
             return
         self._show(self._freed.tensors)
         self.is_whole = False
-        if not self._stays:
+        if not self.row.is_flat:
             self._memory.free()
             self._gather = None
         self._freed.note_versions()
@@ -346,7 +289,7 @@ def left_freed(buckets: Sequence[RowBucket]) -> Iterator[dict[Tensor, KeptRows]]
         bucket.is_left = True
     try:
         for bucket in buckets:
-            rows = bucket.own_rows()
+            rows = bucket.row.by_param()
             for param, form in zip(bucket.params, bucket.forms, strict=True):
                 parts[param] = KeptRows(form.stride, rows.get(param))
         yield parts

@@ -19,7 +19,7 @@ class WideBucket(Bucket):
             bucket.rank,
             f"{bucket.label}, as owners keep it",
             slices=bucket.slices,
-            dtype=bucket.row.dtype,
+            dtype=bucket.row.values.dtype,
             as_views=False,
         )
         self.schedule = bucket.schedule
@@ -32,7 +32,7 @@ class WideBucket(Bucket):
         """Return the flat tensor with this rank's row; raises as `RowBucket.refresh`."""
         self._bucket.refresh()
         self._flat = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
-        self._bucket.read_row(self._flat[self._bucket.span])
+        self._bucket.row.read(self._flat[self._bucket.row.span])
         return self._flat
 
     def receive(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
@@ -42,4 +42,4 @@ class WideBucket(Bucket):
     def take_written(self) -> None:
         """Copy written values into the owners' rows; the parameters are freed."""
         assert self._flat is not None  # it was filled
-        self._bucket.write_row(self._flat[self._bucket.span])
+        self._bucket.write_row(self._flat[self._bucket.row.span])

@@ -78,7 +78,7 @@ class Leaves:
     def keep(self, buckets: Iterable[RowBucket]) -> None:
         """Record the owned rows in buckets of rows."""
         for bucket in buckets:
-            self.kept.update(bucket.own_rows())
+            self.kept.update(bucket.row.by_param())
 
     @property
     def owned(self) -> Collection[Tensor]:
