@@ -149,7 +149,7 @@ class StepTask(Task, Generic[T]):
         """Start the gather of a bucket, or send rows back to those who keep them."""
         if isinstance(bucket, HeldBucket):
             return bucket.start_to_holders(self.take_header())
-        return self._core.engine.start_gather(bucket, self.take_header())
+        return self._core.engine.gathers.start(bucket, self.take_header())
 
     def clean_up(self, error: BaseException, buckets: Sequence[Bucket]) -> None:
         """Drop what came to owners."""

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from zero_optim.comm.agreement import agree
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.lanes import Lease, host_lanes_beside
 from zero_optim.compat.autograd import eager
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.errors import RemoteRankError
@@ -42,7 +41,7 @@ from zero_optim.health.stamp import Header
 from zero_optim.health.stamps import Call, Stamps
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.shard.bucket import Bucket, copy_out
-from zero_optim.shard.gathers import gains_by_lanes, may_use_lanes, start_gather
+from zero_optim.shard.gathers import BucketGathers
 from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.task import Task
 
@@ -53,7 +52,7 @@ class Gathering(Task):
     """The gather of all buckets, without a header."""
 
     def __init__(self, engine: "Engine") -> None:
-        self._engine, self.span = engine, engine.span
+        self._gathers, self.span = engine.gathers, engine.span
 
     def step(self, buckets: Sequence[Bucket]) -> None:
         """Note that all rows changed."""
@@ -62,13 +61,14 @@ class Gathering(Task):
 
     def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket."""
-        return self._engine.start_gather(bucket, self.take_header())
+        return self._gathers.start(bucket, self.take_header())
 
 
 class Engine:
     """Owns buckets, and runs their rows. All ranks of its group call `on`, and what else communicates."""
 
     group: RankGroup
+    gathers: BucketGathers
 
     def __init__(self) -> None:
         self.buckets: list[Bucket] = []
@@ -78,15 +78,12 @@ class Engine:
         self._replicas: Callable[[BaseException], None] | None = None  # of a mesh
         self._recipe = ZERO1  # of buckets that every rank keeps whole
         self._readers: list[frozenset[Tensor]] = []  # parameters of models whose modules wait for gathers
-        self._lanes: Lease | None = None  # for owners, see Note [A lane an owner] in `gathers`
-        self._num_asked = 0  # buckets when it was asked whether they gain by them
         self._numbers: dict[Tensor, int] = {}  # of the bucket of each parameter
         self._active: list[bool] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle without models and replicas, which have the original; lanes are taken anew."""
-        anew = {"_lanes": None, "_num_asked": 0, "_recipe": ZERO1, "_replicas": None}
-        return {**vars(self), **anew, "_readers": []}
+        """Copy and pickle without models and replicas, which have the original."""
+        return {**vars(self), "_recipe": ZERO1, "_replicas": None, "_readers": []}
 
     # ------------------------------------------------------------------ process groups that come and go
 
@@ -95,20 +92,20 @@ class Engine:
         self.group = group
         self.stamps = None if group.size == 1 else Stamps(own_options)
         group.works.note_failure("")  # of an optimizer before this one
-        self.buckets, self._numbers, self._active, self._num_asked = [], {}, [], 0
+        self.buckets, self._numbers, self._active = [], {}, []
+        self.gathers = BucketGathers(group, self.buckets)
 
     def release(self, *, waits: bool) -> None:
         """Wait for gathers or abandon them, then release the groups; no error if a rank died."""
-        lanes, self._lanes = self._lanes, None
         try:
             if waits:
                 self.under_way.wait()
         except RuntimeError:  # of the backend
-            if lanes is not None:
-                lanes.abandon()
+            self.gathers.abandon()
         finally:
             self.under_way.abandon()
         self.group, self._replicas, self._recipe = self.group.release(), None, ZERO1
+        self.gathers = BucketGathers(self.group, self.buckets)
         self._choose()
 
     def join_replicas(self, tell: Callable[[BaseException], None]) -> None:
@@ -154,7 +151,7 @@ class Engine:
     @property
     def span(self) -> AbstractContextManager[object]:
         """What measures gathers, and waits for them: those of the CPU."""
-        return self.group.during("gather").phase if self.is_on_cpu else nullcontext()
+        return self.gathers.group.phase if self.is_on_cpu else nullcontext()
 
     @property
     def row_buckets(self) -> list[RowBucket]:
@@ -227,8 +224,7 @@ class Engine:
                         _RUN[operation](self, moment, chosen, task)
                     except BaseException as error:
                         task.clean_up(error, chosen)
-                        if self._lanes is not None:  # nobody else shall have them
-                            self._lanes.abandon()
+                        self.gathers.abandon()
                         raise
             task.end()
             if task.failure is not None:
@@ -279,18 +275,6 @@ class Engine:
         every = [bucket for bucket in self.buckets if bucket.schedule.parameters is not Placement.HELD]
         self.on(Moment.STEP, every, Gathering(self))
         self.under_way.wait()
-
-    def start_gather(self, bucket: Bucket, header: Header | None) -> Pending[None]:
-        """Start the gather of a bucket, on lanes where these are faster; the first one may take lanes."""
-        group = self.group.during("gather")
-        if self._lanes is None and self._num_asked != len(self.buckets):
-            self._num_asked = len(self.buckets)
-            if gains_by_lanes(group, self.buckets):
-                self._lanes = host_lanes_beside(group)
-        groups: Sequence[RankGroup] = (group,)
-        if self._lanes is not None and may_use_lanes(bucket, group):
-            groups = self._lanes.groups
-        return start_gather(groups, bucket, header)
 
     # ------------------------------------------------------------------ what ranks tell each other beside
 

@@ -13,14 +13,14 @@ Note [A lane an owner]
     the step and a limit of the *number* of pending gathers gained nothing.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.lanes import Lease
+from zero_optim.comm.lanes import Lease, host_lanes_beside
 from zero_optim.comm.sending import gather_heads, gather_slices, spread_rows
 from zero_optim.compat.streams import is_asynchronous
 from zero_optim.flow.pending import Pending, Waitable
@@ -74,20 +74,48 @@ def start_header(lane: RankGroup, header: Header, device: torch.device) -> Pendi
     return Pending(works, partial(header.read, heads[0]), heads)
 
 
-def gains_by_lanes(group: RankGroup, buckets: Sequence[Bucket]) -> bool:
-    """Whether lanes make a gather faster; the same on every rank."""
-    if group.size == 1:
-        return False
-    whole = (bucket for bucket in buckets if bucket.schedule.parameters is Placement.WHOLE)
-    sent = [bucket for bucket in whole if may_use_lanes(bucket, group)]
-    if sum(bucket.nbytes for bucket in sent) < LANES_FROM_NBYTES:
-        return False
-    return len({row.owner for bucket in sent for row in bucket.layout.rows}) > 1
+class BucketGathers:
+    """Starts the gathers of an optimizer's ``buckets``, which may become more, on lanes where these gain."""
 
+    def __init__(self, ranks: RankGroup, buckets: Sequence[Bucket]) -> None:
+        self.group = ranks.during("gather")
+        self._ranks, self._buckets = ranks, buckets
+        self._lanes: Lease | None = None  # see Note [A lane an owner]
+        self._num_asked = 0  # buckets when it was asked whether they gain by them
 
-def may_use_lanes(bucket: Bucket, group: RankGroup) -> bool:
-    """Whether a bucket's rows may go on lanes of their own."""
-    return group.transport(bucket.device).lets_threads and group.shared_memory(bucket.device) is None
+    def __reduce__(self) -> tuple[Callable[..., "BucketGathers"], tuple[RankGroup, Sequence[Bucket]]]:
+        """Copy and pickle without lanes, which are taken anew."""
+        return BucketGathers, (self._ranks, self._buckets)
+
+    def start(self, bucket: Bucket, header: Header | None) -> Pending[None]:
+        """Start the gather of a bucket; all ranks call. The first one may take lanes."""
+        if self._lanes is None and self._num_asked != len(self._buckets):
+            self._num_asked = len(self._buckets)
+            if self._gain_by_lanes():
+                self._lanes = host_lanes_beside(self.group)
+        groups: Sequence[RankGroup] = (self.group,)
+        if self._lanes is not None and self._may_use_lanes(bucket):
+            groups = self._lanes.groups
+        return start_gather(groups, bucket, header)
+
+    def _gain_by_lanes(self) -> bool:
+        """Whether lanes make a gather faster; the same on every rank."""
+        if self.group.size == 1:
+            return False
+        whole = (bucket for bucket in self._buckets if bucket.schedule.parameters is Placement.WHOLE)
+        sent = list(filter(self._may_use_lanes, whole))
+        if sum(bucket.nbytes for bucket in sent) < LANES_FROM_NBYTES:
+            return False
+        return len({row.owner for bucket in sent for row in bucket.layout.rows}) > 1
+
+    def _may_use_lanes(self, bucket: Bucket) -> bool:
+        group, device = self.group, bucket.device
+        return group.transport(device).lets_threads and group.shared_memory(device) is None
+
+    def abandon(self) -> None:
+        """Give up the lanes, after a failure: nobody else shall have them."""
+        if self._lanes is not None:
+            self._lanes.abandon()
 
 
 class UnitGathers:
