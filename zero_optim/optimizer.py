@@ -205,7 +205,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return [name for name in super().__dir__() if name not in _HIDDEN]
 
     def __repr__(self) -> str:
-        stage, groups = 3 if self.core.engine.row_buckets else 1, super().__repr__().partition("(")[2]
+        stage, groups = 3 if self.core.sharding.row_buckets else 1, super().__repr__().partition("(")[2]
         return f"{type(self).__name__}({summary(self.core)}, ZeRO stage {stage}{groups}"
 
     def __setattr__(self, name: str, value: object) -> None:

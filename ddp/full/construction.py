@@ -174,10 +174,10 @@ class UnitConstruction:
                 former = {p: bucket for bucket in buckets for p in bucket.params if p in units}
                 del buckets  # each goes when the last parameter of a unit is filled
             self.registration.mark()
-            self.registration.place(core.engine.row_buckets, optimizer.ranks)
+            self.registration.place(core.sharding.row_buckets, optimizer.ranks)
         self._is_filled = True
         unfilled, init = set(self._replaced.values()), self.arguments.init
-        rows, syncs = core.engine.row_buckets, syncs and self.stands_in
+        rows, syncs = core.sharding.row_buckets, syncs and self.stands_in
         UnitFiller(group, self.choice, rows, unfilled, init, former, syncs=syncs).fill()
         core.owned.leaves.keep(rows)
 

@@ -105,7 +105,7 @@ class Objects:
                 )
         if self.model is not None and self.optimizer is not None:
             self.optimizer.core.check_weights()  # those that are saved must be those that train
-            for bucket in self.optimizer.core.engine.row_buckets:
+            for bucket in self.optimizer.core.sharding.row_buckets:
                 bucket.refresh()
 
     def _find_held(self) -> None:
@@ -134,7 +134,7 @@ class Objects:
     @contextmanager
     def left_freed(self) -> Iterator[dict[int, KeptRows]]:
         """Use state dicts of the model without communication; yields the rows of freed ones by address."""
-        buckets = [] if self.optimizer is None else self.optimizer.core.engine.row_buckets
+        buckets = [] if self.optimizer is None else self.optimizer.core.sharding.row_buckets
         with left_freed(buckets) as rows_of:
             every = rows_of | {each.stands_in: each.kept for each in self.held.values()}
             yield {param.data_ptr(): rows for param, rows in every.items() if param.numel()}

@@ -37,9 +37,7 @@ class StepTask(Task, Generic[T]):
         self._is_prepared = False
         self._work_on = work_on
         self._is_in_parts = work_on is not None and core.owned.local.can_step_parts
-        self._held: list[HeldBucket] = []  # whose rows somebody else keeps
-        if core.inputs.held:
-            self._held = [bucket for bucket in core.engine.buckets if isinstance(bucket, HeldBucket)]
+        self._held = core.held_buckets
         self._moved: list[HeldBucket] = []  # whose rows go to owners and back
         self._head = b""
 
@@ -147,8 +145,9 @@ class StepTask(Task, Generic[T]):
 
     def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket, or send rows back to those who keep them."""
-        if isinstance(bucket, HeldBucket):
-            return bucket.start_to_holders(self.take_header())
+        for moved in self._moved:
+            if moved is bucket:
+                return moved.start_to_holders(self.take_header())
         return self._core.engine.gathers.start(bucket, self.take_header())
 
     def clean_up(self, error: BaseException, buckets: Sequence[Bucket]) -> None:

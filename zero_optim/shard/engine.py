@@ -42,7 +42,6 @@ from zero_optim.health.stamps import Call, Stamps
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.shard.bucket import Bucket, copy_out
 from zero_optim.shard.gathers import BucketGathers
-from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.task import Task
 
 NUM_FLAT_TENSORS = 4  # of gathers that a call waits for, at most
@@ -152,11 +151,6 @@ class Engine:
     def span(self) -> AbstractContextManager[object]:
         """What measures gathers, and waits for them: those of the CPU."""
         return self.gathers.group.phase if self.is_on_cpu else nullcontext()
-
-    @property
-    def row_buckets(self) -> list[RowBucket]:
-        """List the buckets that are freed between steps."""
-        return [bucket for bucket in self.buckets if isinstance(bucket, RowBucket)]
 
     def numbers_of(self, params: Iterable[Tensor]) -> list[int | None]:
         """Return the numbers of parameters' buckets, None for those in none."""

@@ -82,7 +82,6 @@ class Registration:
         for of_unit in self.buckets:
             of_unit.clear()
         for bucket in buckets:
-            assert isinstance(bucket, RowBucket)  # of `store`
             self.buckets[self.params[bucket.params[0]]].append(bucket)
 
     def check(self, params: Sequence[Tensor], group: RankGroup) -> None:

@@ -27,6 +27,7 @@ from zero_optim.probe.traits import ELSEWHERE
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.order import Alike
 from zero_optim.shard.places import is_freed
+from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.store import BucketMaker, Store
 
 _DIFFERS_ON_PURPOSE = (
@@ -160,6 +161,11 @@ class Sharding:
     def hold(self, rows: Mapping[Tensor, Pieces | None]) -> None:
         """Note parameters of which others keep rows, with these rows if they are cut by rows."""
         self.held.update(rows)
+
+    @property
+    def row_buckets(self) -> list[RowBucket]:
+        """The buckets that are freed between steps."""
+        return list(self.maker.row_buckets.values())
 
     def is_cut(self, param: Tensor) -> bool:
         """Whether several ranks own rows of a parameter."""

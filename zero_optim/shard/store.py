@@ -29,8 +29,8 @@ class BucketMaker:
 
     def __init__(self, as_views: bool, store: Store) -> None:
         self.store = store
+        self.row_buckets: dict[Tensor, RowBucket] = {}  # of all plans, by first parameter
         self._as_views = as_views
-        self._prepared: dict[Tensor, RowBucket] | None = None  # of the next plan, by first parameter
 
     def _sliced(self, group: RankGroup, layout: Layout, device: torch.device) -> tuple[Layout, Slices | None]:
         """Pad a layout whose rows are gathered as equal slices, and return these."""
@@ -44,7 +44,7 @@ class BucketMaker:
         self, group: RankGroup, params: Sequence[Tensor], plan: Plan, former: Iterable[RowBucket] = ()
     ) -> list[RowBucket]:
         """Make a plan's buckets of rows, empty; former ones with an equal plan are reused."""
-        store, rows = self.store, dict[Tensor, RowBucket]()
+        store, rows = self.store, list[RowBucket]()
         there = {bucket.params[0]: bucket for bucket in former}
         for planned in plan.buckets:
             members = [params[index] for index in planned.params]
@@ -59,18 +59,15 @@ class BucketMaker:
                 bucket = RowBucket(
                     members, layout, group.rank, slices=slices, dtype=dtype, storage=store.rows
                 )
-            rows[first] = bucket
-        self._prepared = rows
-        return list(rows.values())
+            rows.append(bucket)
+        self.row_buckets.update((bucket.params[0], bucket) for bucket in rows)
+        return rows
 
     def make(
         self, group: RankGroup, params: Sequence[Tensor], plan: Plan, labels: Sequence[str]
     ) -> list[Bucket]:
-        """Make all buckets of a plan, but for those that `make_rows` made."""
-        if self._prepared is None:
-            self.make_rows(group, params, plan)
-        assert self._prepared is not None
-        rows, self._prepared = self._prepared, None
+        """Make all buckets of a plan, but for those that `make_rows` has made of it."""
+        rows = {row.params[0]: row for row in self.make_rows(group, params, plan, self.row_buckets.values())}
         indices = [index for bucket in plan.buckets for index in bucket.params]
         shared = shared_params(p for p in map(params.__getitem__, indices) if p not in self.store.params)
         buckets: list[Bucket] = []

@@ -87,7 +87,7 @@ def build(
     for bucket in held_buckets:
         bucket.release()
     callback = registration.hand_over(buckets, group, every)
-    core = Core(inputs, group, engine, sharding, owned, groups)
+    core = Core(inputs, group, engine, sharding, owned, groups, held_buckets)
     core.show_state()
     if read_by is not None:
         LazyGather(read_by, engine)
@@ -166,6 +166,7 @@ def add_group(core: Core, group: dict[str, Any]) -> None:
             bucket.release()
         inputs.note(new, own, plan.costs)
         core.engine.add([*sharding.add(group["params"], plan, names), *buckets])
+        core.held_buckets.extend(buckets)
     except Exception:
         for param in [param for each in core.groups[before:] for param in each["params"]]:
             inputs.held.pop(param, None)

@@ -16,6 +16,7 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import inner_tensors
 from zero_optim.comm.mesh import RankMesh
+from zero_optim.dtensor.held_bucket import HeldBucket
 from zero_optim.health.stamps import Call
 from zero_optim.plan.groups import ParamGroup, have_members, names_text, param_names, params_of, short_names
 from zero_optim.plan.pieces import Pieces, is_whole, owned_by_text, piece_of
@@ -45,6 +46,7 @@ class Core:
     sharding: Sharding
     owned: OwnedState
     groups: list[ParamGroup]
+    held_buckets: list[HeldBucket] = field(default_factory=list)  # whose rows somebody else keeps
     snapshot: Snapshot = field(default_factory=Snapshot)
     unreduced: UnreducedParams = field(default_factory=UnreducedParams)
     samples: GradientSamples = field(default_factory=GradientSamples)
@@ -99,7 +101,7 @@ class Core:
     def check_weights(self) -> None:
         """Raise if the model holds averaged weights, or somebody needs rows whole."""
         self.owned.average.check_out()
-        for bucket in self.engine.row_buckets:
+        for bucket in self.sharding.row_buckets:
             bucket.check_unpinned()
 
     def prepare(self) -> None:
