@@ -175,7 +175,9 @@ class Bucket:
 
     def written(self) -> list[tuple[int, int]]:
         """Return the places, as addresses, of parameters with replaced ``data``: `refresh` writes there."""
-        return [] if self._in_flat is None else self._in_flat.places(self._in_flat.moved())
+        if self._in_flat is None or not (moved := self._in_flat.moved()):
+            return []
+        return self._in_flat.places(moved)
 
     def refresh(self) -> None:
         """Take over the user's changes; RuntimeError if a dtype, device or shape changed."""

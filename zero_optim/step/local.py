@@ -39,6 +39,7 @@ class LocalOptimizer:
         self._steps_parts = False
         self._built: list[BuiltOptimizer] = []
         self.states = LocalStates(self._built)
+        self.num_groups = len(groups)
         for spec in [*(each.spec for each in specs if each.spec is not default), default]:
             numbers = [number for number, each in enumerate(specs) if each.spec is spec]
             if numbers:
@@ -202,11 +203,6 @@ class LocalOptimizer:
         traits = (built.traits for built in self._built if number in built.options)
         return next(traits, None) or Traits()
 
-    @property
-    def num_groups(self) -> int:
-        """The number of groups."""
-        return sum(len(built.options) for built in self._built)
-
     def shown(self) -> tuple[tuple[Optimizer, ...], list[ParamGroup]]:
         """Return the optimizers, and their groups in the public order."""
         return tuple(built.optimizer for built in self._built), self._groups()
@@ -214,6 +210,7 @@ class LocalOptimizer:
     def add_group(self, group: ParamGroup, spec: OptimizerSpec, owned: Mapping[Tensor, Tensor]) -> None:
         """Add the owned part of a public group, and the class's defaults to the public group."""
         number, shared = self.num_groups, self._shared()
+        self.num_groups += 1
         self._leaf_of.update(owned)
         part = _over_leaves(group, self._leaf_of)
         if spec is not self.default or shared is None:
@@ -227,6 +224,7 @@ class LocalOptimizer:
 
     def drop_groups(self, count: int) -> None:
         """Keep only the first ``count`` groups."""
+        self.num_groups = count
         for built in self._built:
             built.drop_groups(count)
         self._built[:] = [built for built in self._built if built.options]
