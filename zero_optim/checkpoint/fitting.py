@@ -92,7 +92,7 @@ def _wrong_optimizer(reader: CheckpointReader, objects: Objects, optimizer: Zero
         fix = "give the model as well, or build the optimizer from model.named_parameters()"
         return [("names that this optimizer does not know", f"the parameters' ({fix})")]
     wrong = _wrong_names("parameters", [n for group in about["groups"] for n in group["names"]], names.param)
-    shaped = optimizer.core.shaped_entries(names.param.values())
+    shaped = optimizer.core.owned.shaped_entries(optimizer.param_groups, names.param.values())
     for name, param in names.param.items():
         shape = tuple(about["params"].get(name, [None, param.shape])[1])
         if shape != tuple(param.shape):
@@ -198,7 +198,8 @@ class RankInput:
         values, entries = self._reader.manifest.values, self._reader.manifest.entries
         names = _names_in(objects, optimizer, values[OPTIMIZER])
         owned = set(optimizer.owned_parameters())
-        cuts, shaped = optimizer.core.cut_states(), optimizer.core.shaped_entries(owned)
+        cuts = optimizer.core.cut_states()
+        shaped = optimizer.core.owned.shaped_entries(optimizer.param_groups, owned)
         for name, param in names.param.items():
             packed = values.get(f"{STATE}/{key_of(name)}")
             if packed is None or param not in owned:

@@ -1,6 +1,7 @@
 """Parameters, options and names of ``torch.optim`` groups."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from operator import is_
 from typing import Any
 
@@ -34,6 +35,17 @@ def have_members(groups: Sequence[ParamGroup], members: Sequence[Sequence[Tensor
 def options_of(group: ParamGroup) -> ParamGroup:
     """Copy a group's options without its parameters."""
     return {key: value for key, value in group.items() if key not in PARAM_KEYS}
+
+
+def with_options(groups: Sequence[ParamGroup], saved: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:
+    """Combine the groups' own parameters and names with saved options."""
+    return [
+        {
+            **{key: group[key] for key in ("params", "param_names") if key in group},
+            **{key: deepcopy(value) for key, value in options.items() if key != "params"},
+        }
+        for group, options in zip(groups, saved, strict=True)
+    ]
 
 
 def changed_in_kind(before: ParamGroup, after: ParamGroup) -> list[str]:

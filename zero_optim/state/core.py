@@ -7,7 +7,6 @@ Note [Whole state]
 """
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,9 +26,7 @@ from zero_optim.shard.store import Store
 from zero_optim.state.moving import CutState, RowMap
 from zero_optim.state.options import PlanInputs
 from zero_optim.state.snapshot import Snapshot
-from zero_optim.step.averages import EMA
 from zero_optim.step.gradient_sample import GradientSamples
-from zero_optim.step.leaves import MASTER
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.partial import PartialGradient
 from zero_optim.step.state_view import OwnedEntries
@@ -198,16 +195,6 @@ class Core:
                         "its own; or shard it, as the class that is given to ZeroRedundancyOptimizer"
                     )
 
-    def with_options(self, saved: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:
-        """Combine the groups' own parameters and names with saved options."""
-        return [
-            {
-                **{key: group[key] for key in ("params", "param_names") if key in group},
-                **{key: deepcopy(value) for key, value in options.items() if key != "params"},
-            }
-            for group, options in zip(self.groups, saved, strict=True)
-        ]
-
     def describe(self) -> list[str]:
         """Describe everything that replicas of one model must have in common."""
         names = param_names(self.groups)
@@ -253,13 +240,6 @@ class Core:
         storages = [tensor.untyped_storage() for tensor in inner_tensors(self.state)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
-    def shaped_entries(self, params: Iterable[Tensor]) -> dict[Tensor, frozenset[str]]:
-        """Name the state entries that must have their parameter's shape; may try a class, in some ms."""
-        members, local, numbered = set(params), self.owned.local, enumerate(self.groups)
-        every = [(param, local.of_group(number)) for number, group in numbered for param in group["params"]]
-        known = [(param, built.state_entries(param.dim())) for param, built in every if param in members]
-        return {param: frozenset({MASTER, EMA, *filter(shaped.get, shaped)}) for param, shaped in known}
-
     def piece_list(self) -> list[Pieces]:
         """List each parameter's pieces, in order."""
         return [self.sharding.pieces[param] for param in self.params]
@@ -272,13 +252,14 @@ class Core:
             for index, (param, *ends) in enumerate(zip(self.params, held, wanted, strict=True))
             if not all(is_whole(piece, param.shape) for pieces in ends for piece in pieces)
         }
-        shaped = {cut[param]: names for param, names in self.shaped_entries(cut).items()}
+        shaped = {cut[param]: names for param, names in self.owned.shaped_entries(self.groups, cut).items()}
         return RowMap(shapes, shaped, held, wanted)
 
     def cut_states(self) -> dict[Tensor, CutState]:
         """Map each cut parameter to the layout of its state."""
         pieces = self.sharding.pieces
-        shaped = self.shaped_entries(param for param in self.params if len(pieces[param]) > 1)
+        cut = [param for param in self.params if len(pieces[param]) > 1]
+        shaped = self.owned.shaped_entries(self.groups, cut)
         return {param: CutState(tuple(param.shape), pieces[param], names) for param, names in shaped.items()}
 
     def take_over(

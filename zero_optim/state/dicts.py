@@ -12,7 +12,7 @@ from zero_optim.comm.wire import copied, copied_to_cpu
 from zero_optim.dtensor.placement import is_dtensor
 from zero_optim.errors import StateMismatchError
 from zero_optim.plan.description import describe
-from zero_optim.plan.groups import param_names
+from zero_optim.plan.groups import param_names, with_options
 from zero_optim.plan.pieces import Piece, num_rows, piece_of, whole_piece
 from zero_optim.probe.saved import BESIDE
 from zero_optim.state import held
@@ -112,7 +112,7 @@ def load(
         owned = {params[index]: entries for index, entries in part.items()}
     with failing_together(group):
         core.check_weights()
-        groups = core.with_options(beside["options"])
+        groups = with_options(core.groups, beside["options"])
         core.check_cuts(groups)
         described = core.owned.local.describe_options(groups)
     agree(group, described, "the options of the state dict")
@@ -138,7 +138,7 @@ def load_owned(
         core.owned.local.states.check_dicts()
         if not isinstance(state, Mapping):
             raise TypeError(f"expected a mapping as owned_state() gives it, got {type(state).__name__}")
-        groups = core.with_options(options)
+        groups = with_options(core.groups, options)
         core.check_cuts(groups)
     finish = core.take_over(state, groups, exact=True, everyone=everyone)
     core.snapshot.changed()
@@ -185,7 +185,7 @@ def check_fits(core: Core, state_dict: Mapping[str, Any]) -> None:
         raise StateMismatchError(
             f"the state dict has groups of {saved} parameters, this optimizer has {present}"
         )
-    wrong, shaped = [], core.shaped_entries(core.params)
+    wrong, shaped = [], core.owned.shaped_entries(core.groups, core.params)
     empty = [type(key) is str and entry == {} for key, entry in state_dict["state"].items()]
     if empty and all(empty) and any(names - {MASTER, EMA} for names in shaped.values()):
         raise StateMismatchError(

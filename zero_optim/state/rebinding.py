@@ -23,7 +23,7 @@ from zero_optim.comm.agreement import agree, check_flags, failing_together, take
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import ranks_by_value, ranks_text
 from zero_optim.errors import LostStateError, RankMismatchError
-from zero_optim.plan.groups import ParamGroup, names_text, options_of, param_names, short_names
+from zero_optim.plan.groups import ParamGroup, names_text, options_of, param_names, short_names, with_options
 from zero_optim.plan.pieces import Piece, Pieces, num_rows
 from zero_optim.plan.plan import describe_params
 from zero_optim.shard.bucket import Bucket
@@ -198,7 +198,7 @@ def _shared(
     if group.rank == first:
         shared = {"options": list(map(options_of, core.groups)), "everywhere": everywhere}
     shared = sent_by(group, first, shared, "the options")
-    groups = core.groups if group.rank == first else core.with_options(shared["options"])
+    groups = core.groups if group.rank == first else with_options(core.groups, shared["options"])
     return groups, shared["everywhere"]
 
 

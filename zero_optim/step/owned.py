@@ -93,6 +93,15 @@ class OwnedState:
         own = {param: self.leaves.own_rows(param, grad) for param, grad in pairs if grad is not None}
         return own if self.local.spares_gradients else {param: rows.clone() for param, rows in own.items()}
 
+    def shaped_entries(
+        self, groups: Sequence[ParamGroup], params: Iterable[Tensor]
+    ) -> dict[Tensor, frozenset[str]]:
+        """Name the state entries that must have their parameter's shape; may try a class, in some ms."""
+        members, numbered = set(params), enumerate(groups)
+        every = [(p, self.local.of_group(number)) for number, group in numbered for p in group["params"]]
+        known = [(param, built.state_entries(param.dim())) for param, built in every if param in members]
+        return {param: frozenset({MASTER, EMA, *filter(shaped.get, shaped)}) for param, shaped in known}
+
     def add_group(
         self, ranks: RankGroup, group: ParamGroup, spec: OptimizerSpec, owned: Mapping[Tensor, Piece]
     ) -> None:
