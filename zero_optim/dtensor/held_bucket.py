@@ -24,7 +24,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.dtensor.moves import Form, RowMoves, Whole
 from zero_optim.dtensor.placement import Chunks, gradient_rows, is_dtensor, local_rows, row_pieces
 from zero_optim.flow.pending import Pending
-from zero_optim.flow.schedule import HELD_ROWS, HELD_WHOLE, Schedule
+from zero_optim.flow.schedule import HELD_ROWS, HELD_WHOLE
 from zero_optim.health.stamp import Header
 from zero_optim.plan.groups import ParamGroup, params_of, short_names
 from zero_optim.plan.layout import whole
@@ -88,9 +88,6 @@ class HeldBucket(Bucket):
             self.release()
         else:
             self.open()
-
-    def run_by(self, recipe: Schedule) -> None:
-        """Do nothing: whoever keeps the rows has its own recipe."""
 
     def open(self) -> None:
         """Look for this rank's rows and gradients; TypeError if a gradient is placed in another way."""

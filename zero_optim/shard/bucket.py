@@ -225,7 +225,8 @@ class Bucket:
         raise NotImplementedError
 
     def arrive(self) -> None:
-        """Make the current stream wait for a gather that another has waited for; here there is none."""
+        """Make the current stream wait for the gather that it keeps."""
+        raise NotImplementedError
 
     def stepped(self, *, changed: bool) -> None:
         """Note that a step is over, in which this rank's row may have changed."""

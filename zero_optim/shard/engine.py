@@ -145,7 +145,8 @@ class Engine:
     def _choose(self) -> None:
         read, lazy = frozenset[Tensor]().union(*self._readers), self._recipe.lazily()
         for bucket in self.buckets:
-            bucket.run_by(lazy if read.issuperset(bucket.params) else self._recipe)
+            if bucket.schedule.parameters is Placement.WHOLE:  # others have a recipe of their own
+                bucket.run_by(lazy if read.issuperset(bucket.params) else self._recipe)
 
     @property
     def span(self) -> AbstractContextManager[object]:
@@ -257,7 +258,8 @@ class Engine:
             if self.under_way:
                 self.under_way.wait_for(buckets)
             for bucket in buckets:
-                bucket.arrive()
+                if bucket.keeps_gather:
+                    bucket.arrive()
             task.arrived()
 
     def _free(self, _: Moment, buckets: Sequence[Any], __: Task) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from zero_optim.compat import private
 from zero_optim.compat.streams import record_use
 from zero_optim.flow.pending import Pending
-from zero_optim.flow.schedule import ZERO3, Schedule
+from zero_optim.flow.schedule import ZERO3
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.slices import Slices
 from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE
@@ -196,9 +196,6 @@ class RowBucket(Uncopied, Bucket):
         self._has_changed = True
         self.free()
         self._freed.note_versions()
-
-    def run_by(self, recipe: Schedule) -> None:
-        """Do nothing: rows are kept by `ZERO3` alone."""
 
     def stepped(self, *, changed: bool) -> None:
         """Free the parameters if the row changed; accept the versions that a step changed."""

@@ -13,7 +13,7 @@ from zero_optim.plan.pieces import Pieces
 from zero_optim.probe.traits import Traits
 from zero_optim.step.built import BuiltOptimizer
 from zero_optim.step.local_states import LocalStates, fill_in
-from zero_optim.step.spec import Closure, CutRowsOf, GroupSpec, OptimizerSpec
+from zero_optim.step.spec import CutRowsOf, GroupSpec, OptimizerSpec
 
 _STEP = attrgetter("step")
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -140,16 +140,6 @@ class LocalOptimizer:
         for built in self._built:
             built.check_cuts(groups, cut_rows, pieces)
 
-    def step(
-        self, groups: list[ParamGroup], closure: Closure, chosen: set[Tensor] | None, /, **kwargs: object
-    ) -> float | None:
-        """Step all leaves, or the chosen ones; returns the class's result."""
-        if "grad_scaler" in kwargs:
-            raise TypeError("step() takes no grad_scaler: call torch.amp.GradScaler.step(optimizer)")
-        arguments = () if closure is None else (closure,)
-        stepped: float | None = self.call(groups, list(map(_STEP, self._built)), chosen, *arguments, **kwargs)
-        return stepped
-
     def find(self, name: str) -> list[Any]:
         """Return a public attribute of each optimizer that has it."""
         return [getattr(built.optimizer, name) for built in self._built if hasattr(built.optimizer, name)]
@@ -162,14 +152,21 @@ class LocalOptimizer:
         return bool(having)
 
     def call(
-        self, groups: list[ParamGroup], methods: Sequence[Callable[..., Any]], *args: object, **kwargs: object
+        self,
+        groups: list[ParamGroup],
+        methods: Sequence[Callable[..., Any]] | None,
+        *args: object,
+        **kwargs: object,
     ) -> Any:  # noqa: ANN401 - whatever the class returns
-        """Call the optimizers' own methods under the public groups' options; returns the first result."""
+        """Call the optimizers' own methods, or `BuiltOptimizer.step`, under the public groups' options.
+
+        Returns the first result.
+        """
         if len(groups) != self.num_groups:
             raise self._other_groups(len(groups))
         for built in self._built:
             built.take_options(groups)
-        results = [method(*args, **kwargs) for method in methods]
+        results = [method(*args, **kwargs) for method in methods or map(_STEP, self._built)]
         for built in self._built:
             built.write_options(groups)
         return results[0]

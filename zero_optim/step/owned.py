@@ -79,13 +79,17 @@ class OwnedState:
         self, groups: list[ParamGroup], closure: Closure, gradients: Gradients | None, /, **kwargs: object
     ) -> float | None:
         """Step everything, or owned parameters that have one of the gradients; returns the class's result."""
+        if "grad_scaler" in kwargs:
+            raise TypeError("step() takes no grad_scaler: call torch.amp.GradScaler.step(optimizer)")
         chosen = None
         if gradients is not None:
             gradients = {param: grad for param, grad in gradients.items() if param in self.leaves.owned}
             if not gradients:
                 return None
             chosen = {self.leaves.leaf(param) for param, grad in gradients.items() if grad is not None}
-        return self.run(partial(self.local.step, groups, closure, chosen, **kwargs), gradients)
+        arguments = (chosen,) if closure is None else (chosen, closure)
+        work: Callable[[], float | None] = partial(self.local.call, groups, None, *arguments, **kwargs)
+        return self.run(work, gradients)
 
     @torch.no_grad()
     def _own(self, gradients: Gradients) -> dict[Tensor, Tensor]:
