@@ -16,7 +16,7 @@ from training import make_params, pair_of, params_of, set_grads, train_both, twi
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.comm.collectives import GATHER
 from zero_optim.step.built import BuiltOptimizer
-from zero_optim.step.spec import OptimizerSpec
+from zero_optim.step.spec import GroupSpec, OptimizerSpec
 
 
 def count_collectives(optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -146,8 +146,8 @@ def test_a_step_of_some_parameters_goes_through_no_group() -> None:
     params = [torch.zeros(1, requires_grad=True) for _ in range(5)]
     for param in params:
         param.grad = torch.ones(1)
-    spec = OptimizerSpec(torch.optim.SGD, {"lr": 1.0})
-    built = BuiltOptimizer(spec, {0: {"params": params}}, is_tried=False)
+    given = GroupSpec(OptimizerSpec(torch.optim.SGD, {"lr": 1.0}), {}, may_cut=True)
+    built = BuiltOptimizer({0: given}, [{"params": params}], is_tried=False)
     (group,) = built.optimizer.param_groups
     group["params"] = members = Counted(params)
     built.step({params[3]})

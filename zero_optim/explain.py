@@ -120,7 +120,9 @@ def _holding(core: Core) -> RankHolding:
 
 def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
     """Yield each bucket's line, why it is uneven or "", and how many collectives gather it in a step."""
-    reasons = core.sharding.whole_because | dict.fromkeys(core.inputs.kept_whole, KEPT_WHOLE)
+    reasons = dict(core.sharding.whole_because)
+    for group, given in zip(core.groups, core.owned.local.specs, strict=False):
+        reasons |= {} if given.may_cut else dict.fromkeys(group["params"], KEPT_WHOLE)
     listed, nbytes = list(zip(core.engine.buckets, core.engine.active(), strict=True)), Counter[bool]()
     for bucket, moves in listed:
         nbytes[moves] += bucket.nbytes

@@ -66,7 +66,7 @@ def build(
     if registration.everyone is not None:  # replicas of a mesh have equal optimizers
         described = [*describe_params(groups), *describe_options(groups), *about]
         agree_between_replicas(registration.everyone, [*described, *describe_owners(groups, plan)])
-    inputs.note(groups, own, plan.costs)
+    inputs.costs.update(zip(every, plan.costs, strict=True))
     pieces = sharding.owned(every, plan)
     with failing_together(everyone):
         former = registration.all_buckets if registration.is_open else []
@@ -121,7 +121,8 @@ def planned(
     """Return the plan of new groups, on which all ranks agree; all call."""
     before = len(groups) - len(own.specs)
     why_whole = partial(own.why_whole, earlier, groups[before:], leaves.cut_rows)
-    return sharding.plan(groups, own.costs, before, about, why_whole if any(own.may_cut) else None)
+    may_cut = any(each.may_cut for each in own.specs)
+    return sharding.plan(groups, own.costs, before, about, why_whole if may_cut else None)
 
 
 def new_owned(
@@ -161,10 +162,10 @@ def add_group(core: Core, group: dict[str, Any]) -> None:
             buckets = make_held_buckets(core.groups, plan, held, owned.leaves.held, sharding)
         for bucket in buckets:
             bucket.fetch()
-        owned.add_group(core.group, group, own.specs[0].spec, sharding.owned(group["params"], plan))
+        owned.add_group(core.group, group, own.specs[0], sharding.owned(group["params"], plan))
         for bucket in buckets:
             bucket.release()
-        inputs.note(new, own, plan.costs)
+        inputs.costs.update(zip(group["params"], plan.costs, strict=True))
         core.engine.add([*sharding.add(group["params"], plan, names), *buckets])
         core.held_buckets.extend(buckets)
     except Exception:

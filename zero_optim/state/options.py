@@ -17,7 +17,7 @@ from zero_optim.dtensor.placement import Chunks
 from zero_optim.health.watchdog import check_patience
 from zero_optim.plan.costs import Cost, CostName, cost_named
 from zero_optim.plan.description import describe
-from zero_optim.plan.groups import ParamGroup, options_of, params_of
+from zero_optim.plan.groups import ParamGroup, options_of
 from zero_optim.plan.pieces import Pieces
 from zero_optim.probe.probe import why_dtypes_couple
 from zero_optim.shard.store import Store
@@ -112,17 +112,6 @@ class PlanInputs:
     store: Store
     held: dict[Tensor, Chunks] = field(default_factory=dict)  # DTensors, whose rows others keep
     costs: dict[Tensor, float] = field(default_factory=dict)
-    kept_whole: set[Tensor] = field(default_factory=set)
-
-    def may_cut(self, groups: Sequence[ParamGroup]) -> list[bool]:
-        """Return for each group whether the user allows cuts."""
-        return [not self.kept_whole.issuperset(group["params"]) for group in groups]
-
-    def note(self, groups: Sequence[ParamGroup], new: "GroupOptions", costs: Sequence[float]) -> None:
-        """Store the costs and cuts of new groups."""
-        self.costs.update(zip(params_of(groups), costs, strict=True))
-        for group, may in zip(groups, new.may_cut, strict=True):
-            self.kept_whole.update(() if may else group["params"])
 
 
 class GroupReader(Optimizer):
@@ -155,7 +144,6 @@ class GroupOptions:
     """The library's own options of new groups, removed from them; one entry a group."""
 
     costs: list[Cost]
-    may_cut: list[bool]
     specs: list[GroupSpec]
     default: OptimizerSpec  # of groups without a class of their own
     options: ShardingOptions
@@ -169,13 +157,18 @@ class GroupOptions:
         may_cut = [group.pop("cuts", options.cuts) for group in groups]
         for cuts in may_cut:
             check_flags(cuts=cuts)
-        specs = [GroupSpec(OptimizerSpec.taken_from(group) or default, options_of(group)) for group in groups]
-        return cls(costs, may_cut, specs, default, options)
+        specs = [OptimizerSpec.taken_from(group) or default for group in groups]
+        given = map(GroupSpec, specs, map(options_of, groups), may_cut)
+        return cls(costs, list(given), default, options)
 
     def describe(self) -> list[str]:
         """Describe them for comparison by ranks."""
         own = [each.spec for each in self.specs if each.spec is not self.default]
-        return [*(f"optimizer {spec.describe()}" for spec in own), f"cuts of groups {self.may_cut}"]
+        return [*(f"optimizer {spec.describe()}" for spec in own), self.describe_cuts()]
+
+    def describe_cuts(self) -> str:
+        """Tell which groups may be cut."""
+        return f"cuts of groups {[each.may_cut for each in self.specs]}"
 
     def check_dtypes(
         self, groups: Sequence[ParamGroup], stepped_dtype: Callable[[Tensor], torch.dtype]
@@ -206,9 +199,9 @@ class GroupOptions:
     ) -> list[str | None]:
         """Return why each parameter cannot be cut as planned, or None; ``before``: earlier groups."""
         pieces_of, is_tried, reasons = iter(pieces), not self.options.assume_separable, list[str | None]()
-        for own, group, may in zip(self.specs, groups, self.may_cut, strict=True):
+        for own, group in zip(self.specs, groups, strict=True):
             cuts = [cut_rows(param, next(pieces_of)) for param in group["params"]]
             beside = [each.options for each in (*before, *self.specs) if each.spec is own.spec]
             tried = own.spec.why_not_cut(beside, own.options, cuts, is_tried=is_tried)
-            reasons += tried if may else [KEPT_WHOLE] * len(cuts)
+            reasons += tried if own.may_cut else [KEPT_WHOLE] * len(cuts)
         return reasons

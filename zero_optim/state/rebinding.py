@@ -143,6 +143,8 @@ def _go_over(core: Core, group: RankGroup, inputs: PlanInputs, *, keep_state: bo
     """Plan anew for a group, and move the state to its owners, or begin with new state; all ranks call."""
     params, leaves, local = core.params, core.owned.leaves, core.owned.local
     own, everywhere = dict[Any, Any](), dict[Any, Any]()
+    costs = [inputs.costs.__getitem__] * local.num_groups
+    again = GroupOptions(costs, local.specs, local.default, inputs.options)
     with failing_together(group):
         if keep_state:
             local.states.check_dicts()
@@ -150,14 +152,11 @@ def _go_over(core: Core, group: RankGroup, inputs: PlanInputs, *, keep_state: bo
             leaves.follow_values(leaves.masters)
             own = core.indexed_state()
             everywhere = {key: own.pop(key) for key in list(own) if not isinstance(key, int)}
-        may_cut = inputs.may_cut(core.groups)
-        about = [*inputs.options.describe(), *local.describe_specs(), f"cuts of groups {may_cut}"]
+        about = [*inputs.options.describe(), *local.describe_specs(), again.describe_cuts()]
         items = [f"keep_state={keep_state}", *describe_params(core.groups), *about]
     agree(group, items, "the optimizers to be bound to one group")
     holders, held = _find_holders(core, group, everywhere) if keep_state else ({}, [])
     groups, everywhere = _shared(core, group, holders, everywhere)
-    costs = [inputs.costs.__getitem__] * len(groups)
-    again = GroupOptions(costs, may_cut, local.specs, local.default, inputs.options)
     sharding, (new, average) = new_sharding(inputs, group), new_leaves(inputs)
     plan = planned(sharding, again, local.compared(groups), leaves, about)
     rows = core.row_map(held, plan.pieces) if holders else None

@@ -14,7 +14,7 @@ from zero_optim.plan.pieces import Pieces
 from zero_optim.probe.probe import probe, state_entries
 from zero_optim.probe.saved import BESIDE, has_own_dict, load_packed
 from zero_optim.probe.traits import Traits, refusal, refusal_in_half
-from zero_optim.step.spec import CutRowsOf, OptimizerSpec
+from zero_optim.step.spec import CutRowsOf, GroupSpec
 
 _ABSENT = object()
 
@@ -22,28 +22,27 @@ _ABSENT = object()
 class BuiltOptimizer:
     """One ``torch.optim.Optimizer`` built from a spec over leaves, for some of the public groups.
 
-    ``options``: those that each of these groups gave, by its number; the optimizer's groups have that order.
+    ``given``: what each of these groups gave, by its number; the optimizer's groups have that order.
     ``written``: options that the class changed in steps.
     """
 
-    def __init__(self, spec: OptimizerSpec, groups: dict[int, ParamGroup], *, is_tried: bool) -> None:
-        self.spec = spec
+    def __init__(self, given: dict[int, GroupSpec], groups: list[ParamGroup], *, is_tried: bool) -> None:
+        self.given = given
+        self.spec = next(iter(given.values())).spec
         self.traits: Traits | None = None  # none if the class is not tried
         self.written: set[OptionKey] = set()
         self._before: list[dict[str, Plain]] = []  # what a step may change in place
         self._members: list[list[Tensor]] = []  # of groups, whose places are known
         self._places: dict[Tensor, tuple[int, int]] = {}  # of leaves: number of the group, place in it
         self._answers: dict[object, Any] = {}  # of probes that steps and loads ask again
-        self.options = {number: options_of(group) for number, group in groups.items()}
-        own = list(groups.values())
-        leaves = _leaf_ids(own)  # taken now: the class may change the dicts
-        self.optimizer = spec.build(own)  # before anything is tried, so that wrong options are told first
+        leaves = _leaf_ids(groups)  # taken now: the class may change the dicts
+        self.optimizer = self.spec.build(groups)  # first, so that wrong options are told before trials
         self.defaults = {key: plain(value) for key, value in self.optimizer.defaults.items()}
         self._try_class(leaves, is_tried=is_tried)
 
     def _try_class(self, leaves: list[set[int]], *, is_tried: bool) -> None:
         """Set ``traits``; raise ValueError if the class cannot step ``leaves``, those of the last groups."""
-        first = len(self.options) - len(leaves)
+        first = len(self.given) - len(leaves)
         if _leaf_ids(self.optimizer.param_groups[first:]) != leaves:
             raise ValueError(
                 f"expected {self.spec.name} to step the parameters that it is given, but it built groups "
@@ -52,7 +51,7 @@ class BuiltOptimizer:
                 "for masters, or use it without sharding"
             )
         if is_tried:
-            traits = probe(self.spec.subject([*self.options.values()]))
+            traits = probe(self.spec.subject([each.options for each in self.given.values()]))
             if not traits.separable:
                 raise ValueError(refusal(self.spec.optimizer_class, traits))
             self.traits = traits
@@ -88,7 +87,8 @@ class BuiltOptimizer:
     def state_entries(self, num_dims: int) -> dict[str, bool]:
         """Return whether each state entry of such parameters has their shape, as a probe shows."""
         if num_dims not in self._answers:
-            self._answers[num_dims] = state_entries(self.spec.subject([*self.options.values()]), num_dims)
+            subject = self.spec.subject([each.options for each in self.given.values()])
+            self._answers[num_dims] = state_entries(subject, num_dims)
         entries: dict[str, bool] = self._answers[num_dims]
         return entries
 
@@ -96,7 +96,7 @@ class BuiltOptimizer:
         self, groups: list[ParamGroup], cut_rows: CutRowsOf, pieces: Mapping[Tensor, Pieces]
     ) -> None:
         """Raise ValueError if options that changed in kind since the last step allow no cuts."""
-        for number, own in zip(self.options, self.optimizer.param_groups, strict=True):
+        for number, own in zip(self.given, self.optimizer.param_groups, strict=True):
             group = groups[number]
             changed = changed_in_kind(own, group)
             if not changed:
@@ -116,17 +116,17 @@ class BuiltOptimizer:
                     "these options, or with cuts=False"
                 )
 
-    def add_group(self, number: int, group: ParamGroup) -> None:
+    def add_group(self, number: int, given: GroupSpec, group: ParamGroup) -> None:
         """Add the owned part of a public group; after an error call `drop_groups`."""
-        options, leaves = options_of(group), _leaf_ids([group])
+        leaves = _leaf_ids([group])
         self.optimizer.add_param_group(group)
-        self.options[number] = options
+        self.given[number] = given
         self._try_class(leaves, is_tried=self.traits is not None)
 
     def drop_groups(self, count: int) -> None:
         """Drop all groups after the first ``count`` public ones."""
-        self.options = {number: first for number, first in self.options.items() if number < count}
-        del self.optimizer.param_groups[len(self.options) :]
+        self.given = {number: given for number, given in self.given.items() if number < count}
+        del self.optimizer.param_groups[len(self.given) :]
         leaves = {leaf for group in self.optimizer.param_groups for leaf in group["params"]}
         state: dict[Any, Any] = self.optimizer.state
         for key in [key for key in state if isinstance(key, Tensor) and key not in leaves]:
@@ -137,13 +137,13 @@ class BuiltOptimizer:
     def take_options(self, groups: Sequence[ParamGroup]) -> None:
         """Give the class the options of its public groups, before a call."""
         self._before = []
-        for number, own in zip(self.options, self.optimizer.param_groups, strict=True):
+        for number, own in zip(self.given, self.optimizer.param_groups, strict=True):
             _set_options(own, groups[number])
             self._before.append(changeable(own))
 
     def write_options(self, groups: Sequence[ParamGroup]) -> None:
         """Give its public groups the options that the class has now, behind the call."""
-        for number, own, before in zip(self.options, self.optimizer.param_groups, self._before, strict=True):
+        for number, own, before in zip(self.given, self.optimizer.param_groups, self._before, strict=True):
             changed = _set_options(groups[number], own)
             if before:
                 now = changeable(own)
@@ -155,10 +155,10 @@ class BuiltOptimizer:
         """List the options of all groups, as plain values, that nobody set and that have the default."""
         return [
             (number, key)
-            for number, first in self.options.items()
+            for number, given in self.given.items()
             if number < len(options)  # the user may have deleted a group
             for key, value in options[number].items()
-            if key not in first and are_close(self.defaults.get(key, value), value)
+            if key not in given.options and are_close(self.defaults.get(key, value), value)
         ]
 
     def step(self, chosen: Collection[Tensor] | None, /, *args: object, **kwargs: object) -> Any:  # noqa: ANN401
@@ -210,7 +210,7 @@ class BuiltOptimizer:
         """Replace the state through the class's ``load_state_dict``, as `LocalStates.load`."""
         leaves = set(params_of(self.optimizer.param_groups))
         keys = [key for key in state if key in leaves or not isinstance(key, Tensor)]
-        own, public = {key: state[key] for key in keys if key != BESIDE}, [groups[n] for n in self.options]
+        own, public = {key: state[key] for key in keys if key != BESIDE}, [groups[n] for n in self.given]
         load_packed(self.optimizer, own, public, state.get(BESIDE, {}))
         if exact:
             held: dict[Any, Any] = self.optimizer.state

@@ -41,10 +41,10 @@ class LocalOptimizer:
         self.states = LocalStates(self._built)
         self.num_groups = len(groups)
         for spec in [*(each.spec for each in specs if each.spec is not default), default]:
-            numbers = [number for number, each in enumerate(specs) if each.spec is spec]
-            if numbers:
-                own = {number: _over_leaves(groups[number], self._leaf_of) for number in numbers}
-                self._built.append(BuiltOptimizer(spec, own, is_tried=self._is_tried))
+            given = {number: each for number, each in enumerate(specs) if each.spec is spec}
+            if given:
+                own = [_over_leaves(groups[number], self._leaf_of) for number in given]
+                self._built.append(BuiltOptimizer(given, own, is_tried=self._is_tried))
         self._check_saves()
         for public, local in zip(groups, self._groups(), strict=True):
             fill_in(public, local)
@@ -57,16 +57,12 @@ class LocalOptimizer:
 
     def describe_specs(self) -> list[str]:
         """Describe the classes and their arguments, to compare ranks."""
-        return [f"optimizer {built.spec.describe()} for groups {[*built.options]}" for built in self._built]
+        return [f"optimizer {built.spec.describe()} for groups {[*built.given]}" for built in self._built]
 
     @property
     def specs(self) -> list[GroupSpec]:
-        """The class of each public group, and the options that the group gave."""
-        every = {
-            number: GroupSpec(built.spec, options)
-            for built in self._built
-            for number, options in built.options.items()
-        }
+        """What each public group gave."""
+        every = {number: given for built in self._built for number, given in built.given.items()}
         return [every[number] for number in sorted(every)]
 
     def require_parts(self) -> None:
@@ -120,7 +116,7 @@ class LocalOptimizer:
     def of_group(self, number: int) -> BuiltOptimizer:
         """Return the optimizer of a public group."""
         for built in self._built:
-            if number in built.options:
+            if number in built.given:
                 return built
         raise self._other_groups(number + 1)
 
@@ -197,23 +193,23 @@ class LocalOptimizer:
         return describe_options(self.compared(groups))
 
     def _traits_of(self, number: int) -> Traits:
-        traits = (built.traits for built in self._built if number in built.options)
+        traits = (built.traits for built in self._built if number in built.given)
         return next(traits, None) or Traits()
 
     def shown(self) -> tuple[tuple[Optimizer, ...], list[ParamGroup]]:
         """Return the optimizers, and their groups in the public order."""
         return tuple(built.optimizer for built in self._built), self._groups()
 
-    def add_group(self, group: ParamGroup, spec: OptimizerSpec, owned: Mapping[Tensor, Tensor]) -> None:
+    def add_group(self, group: ParamGroup, given: GroupSpec, owned: Mapping[Tensor, Tensor]) -> None:
         """Add the owned part of a public group, and the class's defaults to the public group."""
         number, shared = self.num_groups, self._shared()
         self.num_groups += 1
         self._leaf_of.update(owned)
         part = _over_leaves(group, self._leaf_of)
-        if spec is not self.default or shared is None:
-            self._built.append(BuiltOptimizer(spec, {number: part}, is_tried=self._is_tried))
+        if given.spec is not self.default or shared is None:
+            self._built.append(BuiltOptimizer({number: given}, [part], is_tried=self._is_tried))
         else:
-            shared.add_group(number, part)
+            shared.add_group(number, given, part)
         if self._steps_parts:
             self.of_group(number).check_parts()
         self._check_saves()
@@ -224,7 +220,7 @@ class LocalOptimizer:
         self.num_groups = count
         for built in self._built:
             built.drop_groups(count)
-        self._built[:] = [built for built in self._built if built.options]
+        self._built[:] = [built for built in self._built if built.given]
         leaves = set(params_of(self._groups()))
         self._leaf_of = {param: leaf for param, leaf in self._leaf_of.items() if leaf in leaves}
 
@@ -233,7 +229,7 @@ class LocalOptimizer:
             return self._built[0].optimizer.param_groups
         numbered: dict[int, ParamGroup] = {}
         for built in self._built:
-            numbered.update(zip(built.options, built.optimizer.param_groups, strict=True))
+            numbered.update(zip(built.given, built.optimizer.param_groups, strict=True))
         return [numbered[number] for number in sorted(numbered)]
 
 

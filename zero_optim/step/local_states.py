@@ -36,7 +36,7 @@ class LocalStates:
         """Return the state of fresh optimizers over all of ``groups``; most classes have none."""
         state: dict[Any, Any] = {}
         for built in self._built:
-            own = [groups[number] for number in built.options]
+            own = [groups[number] for number in built.given]
             fresh = built.spec.build([{**options_of(each), "params": [*each["params"]]} for each in own])
             state.update(fresh.state)
         beside = beside_of(fresh) if self.has_own_dict else {}
@@ -47,7 +47,7 @@ class LocalStates:
         for built in self._built:
             built.load(groups, state, exact=exact)
         for built in self._built:
-            for number, own in zip(built.options, built.optimizer.param_groups, strict=True):
+            for number, own in zip(built.given, built.optimizer.param_groups, strict=True):
                 fill_in(groups[number], own)
 
     def remember(self) -> Callable[[], None]:

@@ -16,7 +16,7 @@ from zero_optim.step.averages import EMA, WeightAverage
 from zero_optim.step.leaves import MASTER, Leaves
 from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.partial import OwnedGradient, make_plain
-from zero_optim.step.spec import Closure, OptimizerSpec
+from zero_optim.step.spec import Closure, GroupSpec
 from zero_optim.step.state_view import OwnedStateView
 
 T = TypeVar("T")
@@ -107,14 +107,14 @@ class OwnedState:
         return {param: frozenset({MASTER, EMA, *filter(shaped.get, shaped)}) for param, shaped in known}
 
     def add_group(
-        self, ranks: RankGroup, group: ParamGroup, spec: OptimizerSpec, owned: Mapping[Tensor, Piece]
+        self, ranks: RankGroup, group: ParamGroup, given: GroupSpec, owned: Mapping[Tensor, Piece]
     ) -> None:
         """Add the owned part of a group on all ranks, or none; raises any rank's error; all ranks call."""
         before = self.local.num_groups
         try:
             with answering_together(ranks) as answers:
                 leaf_of = {param: self.leaves.add(param, piece) for param, piece in owned.items()}
-                self.local.add_group(group, spec, leaf_of)
+                self.local.add_group(group, given, leaf_of)
                 answers.extend(self.local.answers())
             self.local.combine(answers)
         except Exception:

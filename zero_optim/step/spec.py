@@ -79,10 +79,11 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One group's spec, the same object for groups that share an optimizer, and the options that it gave."""
+    """What one group gave: its spec, the same object for groups that share an optimizer, and options."""
 
     spec: OptimizerSpec
     options: ParamGroup
+    may_cut: bool
 
 
 def _shown(value: object) -> str:
