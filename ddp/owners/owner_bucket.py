@@ -37,7 +37,7 @@ from zero_optim.flow.pending import AfterEvent
 from zero_optim.flow.schedule import Schedule
 from zero_optim.plan.layout import Extent, aligned, rows_apart
 from zero_optim.plan.pieces import Pieces, is_whole, piece_of, rows_of
-from zero_optim.plan.plan import ACCELERATOR_ALIGNMENT_NBYTES, ALIGNMENT_NBYTES
+from zero_optim.plan.plan import alignment_of
 from zero_optim.plan.slices import Slices
 from zero_optim.plan.strides import dense_strides, in_order_of_memory
 from zero_optim.shard.row_storage import RowStorage
@@ -142,8 +142,7 @@ class OwnerBucket(ReducerBucket):
         super().__init__(indices, reduced, options, number, is_last=is_last, schedule=schedule)
         self._owners, params, carries_word = owners, self.params, is_last and not self.is_sparse
         self._forms = [(tuple(param.shape), dense_strides(param)) for param in params]
-        nbytes = ALIGNMENT_NBYTES if params[0].device.type == "cpu" else ACCELERATOR_ALIGNMENT_NBYTES
-        alignment = max(1, nbytes // self.dtype.itemsize)
+        alignment = alignment_of(params[0].device, self.dtype)
         pieces, numels = [owners.pieces[param] for param in params], [param.numel() for param in params]
         rows = {row.owner: row for row in rows_apart(pieces, numels, alignment)}
         ends = [rows[rank].stop if rank in rows else 0 for rank in range(owners.size)]

@@ -99,7 +99,7 @@ def make_plan(
     alignments, steps = [], [0] * len(params)
     for bucket in buckets:
         narrow = 1 if used is None else max(1, item_nbytes[bucket[0]] // used[bucket[0]].itemsize)
-        alignments.append(alignment_of(params[bucket[0]]) * narrow)
+        alignments.append(alignment_of(params[bucket[0]].device, kept_dtype(params[bucket[0]])) * narrow)
         for index in bucket:
             steps[index] = _cut_step(params[index], alignments[-1]) if bears[index] else 0
     every_cost = tuple(chain.from_iterable(costs))
@@ -154,10 +154,10 @@ def make_plan_beside(
     return Plan(every_cost, tuple(pieces[index] for index in range(len(held))), buckets)
 
 
-def alignment_of(param: Tensor) -> int:
+def alignment_of(device: torch.device, dtype: torch.dtype) -> int:
     """Return the alignment of extents, in elements."""
-    nbytes = ALIGNMENT_NBYTES if param.device.type == "cpu" else ACCELERATOR_ALIGNMENT_NBYTES
-    return max(1, nbytes // kept_dtype(param).itemsize)
+    nbytes = ALIGNMENT_NBYTES if device.type == "cpu" else ACCELERATOR_ALIGNMENT_NBYTES
+    return max(1, nbytes // dtype.itemsize)
 
 
 def _cut_step(param: Tensor, alignment: int) -> int:

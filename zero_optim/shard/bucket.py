@@ -126,7 +126,7 @@ class Bucket:
         slices: Slices | None = None,  # in which it is gathered; None if owners broadcast rows
         dtype: torch.dtype | None = None,  # of the flat tensor; None for that of the parameters
         as_views: bool = True,  # moves the parameters into the flat tensor if they can be; ranks may differ
-        shared: Collection[int] = (),  # ids of those that stay where they are
+        shared: Collection[int] | None = None,  # ids of those that stay where they are; None to look
     ) -> None:
         self.params = params
         self.layout, self.slices = layout, slices
@@ -140,6 +140,8 @@ class Bucket:
         self.own = [part for part in parts if part[1].owner == rank]
         self._others = [part for part in parts if part[1].owner != rank]
         self._received = [params[index] for index in dict.fromkeys(index for index, _ in self._others)]
+        if shared is None:
+            shared = shared_params(params) if as_views else ()
         stay = {index for index, param in enumerate(params) if id(param) in shared}
         self.is_in_place = as_views and can_be_views(params)  # the parameters lie in the flat tensor
         self._in_flat = InFlat(params, self.forms, layout, stay) if self.is_in_place else None
@@ -153,7 +155,7 @@ class Bucket:
 
     def __reduce__(self) -> tuple[Callable[..., "Bucket"], tuple[list[Tensor], Layout, int, str]]:
         """Copy and pickle as a new bucket of the copied parameters."""
-        make = partial(_again, slices=self.slices, as_views=self.is_in_place)
+        make = partial(Bucket, slices=self.slices, as_views=self.is_in_place)
         return make, (self.params, self.layout, self.rank, self.label)
 
     def relabel(self, label: str) -> None:
@@ -247,13 +249,6 @@ class Bucket:
         params = [_rows(self.params[index], piece) for index, piece in parts]
         with torch.no_grad():
             private.foreach_copy_(*((params, places) if into_params else (places, params)))
-
-
-def _again(
-    params: list[Tensor], layout: Layout, rank: int, label: str, *, slices: Slices | None, as_views: bool
-) -> Bucket:
-    shared = shared_params(params)
-    return Bucket(params, layout, rank, label, slices=slices, as_views=as_views, shared=shared)
 
 
 def rows_in(flat: Tensor, layout: Layout) -> list[tuple[int, Tensor]]:
