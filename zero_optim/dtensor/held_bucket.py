@@ -22,7 +22,7 @@ from torch import Tensor
 from zero_optim.comm.agreement import agree, one_error
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.dtensor.moves import Form, RowMoves, Whole
-from zero_optim.dtensor.placement import Chunks, gradient_rows, is_dtensor, local_rows, row_pieces
+from zero_optim.dtensor.placement import Chunks, gradient_rows, is_dtensor, local_rows
 from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import HELD_ROWS, HELD_WHOLE
 from zero_optim.health.stamp import Header
@@ -194,12 +194,12 @@ def make_held_buckets(
     params, names = params_of(groups), short_names(groups)
     before = len(params) - len(plan.pieces)
     params, names = params[before:], names[before:]
-    owners, rows = [pieces[0].owner for pieces in plan.pieces], row_pieces(held)
+    owners = [pieces[0].owner for pieces in plan.pieces]
     in_place: dict[object, list[int]] = {}
     moved: dict[object, list[int]] = {}
     for index, param in enumerate(params):
         if param in held:
-            of_kind = in_place if rows.get(param) == plan.pieces[index] else moved
+            of_kind = in_place if sharding.held[param] == plan.pieces[index] else moved
             of_kind.setdefault((param.dtype, param.device.type, param.requires_grad), []).append(index)
     chosen = [(members, False) for members in in_place.values()]
     for members in moved.values():
