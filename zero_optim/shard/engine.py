@@ -219,7 +219,8 @@ class Engine:
                         _RUN[operation](self, moment, chosen, task)
                     except BaseException as error:
                         task.clean_up(error, chosen)
-                        self.gathers.abandon()
+                        if self.buckets:  # else it gathers nothing
+                            self.gathers.abandon()
                         raise
             task.end()
             if task.failure is not None:
