@@ -29,7 +29,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.compat import private
 from zero_optim.host import messages
-from zero_optim.host.channel import PIECE, Sender
+from zero_optim.host.channel import PIECE, Outgoing
 from zero_optim.host.messages import OneHost
 
 # In elements of 4 bytes: of one chunk or several, of a piece and more, more than a ring holds.
@@ -220,15 +220,15 @@ def test_an_error_in_a_sum_is_heard_by_all() -> None:
 
 def die_inside_a_row() -> None:
     """Be killed when a piece of a row is written and more of it is to come."""
-    push = Sender.push
+    move = Outgoing.move
 
-    def last_push(sender: Sender) -> int:
-        count = push(sender)
+    def last_move(message: Outgoing) -> int:
+        count = move(message)
         if count == PIECE:
             os.kill(os.getpid(), signal.SIGKILL)
         return count
 
-    Sender.push = last_push  # type: ignore[method-assign]
+    Outgoing.move = last_move  # type: ignore[method-assign]
 
 
 def sum_without_one() -> str:
@@ -250,8 +250,8 @@ def test_every_other_rank_names_one_that_was_killed_as_it_wrote() -> None:
 def fill_a_ring(how: str) -> str:
     """Rank 0 sends more than a ring holds to rank 1, which does not read it until the ring is full."""
     group, memory = shared()
-    sender = memory._ends[1 - group.rank][0]
-    count = 3 * sender._size // 4 + 5  # elements of 4 bytes
+    sender = memory.sending[1 - group.rank]
+    count = 3 * sender.size // 4 + 5  # elements of 4 bytes
     row = torch.arange(count, dtype=torch.float32) if group.rank == 0 else torch.zeros(count)
     pids = group.all_gather_json(os.getpid())
     store = private.get_default_store()
@@ -269,7 +269,7 @@ def fill_a_ring(how: str) -> str:
     (work,) = group.broadcast_rows([(0, row)])
 
     def is_full() -> bool:
-        return bool(sender._at - sender._words[sender._read] == sender._size)
+        return bool(sender.at - sender.words[sender.read] == sender.size)
 
     wait_until(is_full)
     assert is_full()

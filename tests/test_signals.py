@@ -36,7 +36,7 @@ def sum_in_a_handler(path: str) -> str:
     return f"{totals} {total.sum() / 2**20}"
 
 
-@pytest.mark.parametrize("path", ["channel.Sender.push", "shared_memory._end_all"])
+@pytest.mark.parametrize("path", ["channel.Outgoing.move", "channel.HostWork.end"])
 def test_a_signal_handler_uses_the_group_whose_call_it_has_interrupted(path: str) -> None:
     assert [each.said for each in outcomes(2, sum_in_a_handler, path, limit=60.0)] == ["[2.0] 4.0"] * 2
 

@@ -2,6 +2,10 @@
 
 Bytes go through a ring in the sender's segment, with two words: how many bytes were written, and how many
 were read. Each has one writer, so there is no lock. Messages begin at multiples of `LINE`.
+
+Note [Calls that differ]
+    Each message begins with a line that tells its call. If that is not the expected one, it is not read: the
+    ranks wait, and the watchdog tells what each does. Of messages with other tags only the heads are taken.
 """
 
 import ctypes
@@ -9,9 +13,10 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,6 +29,13 @@ if TYPE_CHECKING:
     from zero_optim.host.shared_memory import SharedMemory
 
 PIECE = 2**19  # bytes that are copied at a time; they stay in a processor's cache until they are read
+_HEAD = ctypes.c_uint64 * (LINE // 8)  # number of the call, kind, bytes, tag, bytes in the ring
+_LENGTH = itemgetter(0)
+
+Then: TypeAlias = Callable[[str | None], None] | None
+# What is done with ``count`` bytes, from ``start`` on, that have come from all ranks of a message.
+Act: TypeAlias = Callable[[int, int], None]
+Part: TypeAlias = tuple[int, int | Act]  # its length, and its address or what is done with it
 
 
 def padded(nbytes: int) -> int:
@@ -31,112 +43,41 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // LINE) * LINE
 
 
-class _End:
+class End:
     """One end: its words are two of ``words``, a line each, from ``first`` on."""
 
     def __init__(self, peer: int, words: Any, first: int, ring: Tensor) -> None:  # noqa: ANN401
         self.peer = peer  # the rank at the other end
-        self._words, self._written, self._read = words, first * LINE // 8, (first + 1) * LINE // 8
-        self._ring = ring
-        self._address, self._size = ring.data_ptr(), ring.numel()
-        self._at = 0  # bytes that this end has written, or read
-        self.queue = deque[Any]()  # the messages that were not written whole, or the steps that are not done
-
-
-class Message:
-    """A head and other parts of a call on their way to one rank; ``ready`` bytes of these parts may go."""
-
-    __slots__ = ("number", "parts", "ready", "sent", "work")
-
-    def __init__(self, work: "HostWork", parts: Sequence[tuple[int, int]]) -> None:
-        self.work, self.parts, self.ready = work, parts, sys.maxsize
-        self.number = self.sent = 0  # of the part that goes now, and its bytes that have gone
-        work.num_pending += 1
-
-
-class Sender(_End):
-    """The writing end."""
-
-    queue: deque[Message]
-
-    def push(self) -> int:
-        """Write a piece of the first message; returns its bytes with padding, 0 if there is no room."""
-        message, began, num_read = self.queue[0], self._at, int(self._words[self._read])
-        while message.number < len(message.parts) and (left := PIECE - (self._at - began)) > 0:
-            nbytes, address = message.parts[message.number]
-            place = self._at % self._size
-            room = min(self._size - (self._at - num_read), self._size - place, left)
-            ready = min(nbytes, message.ready) if message.number else nbytes
-            count = min(ready - message.sent, room)
-            is_whole = message.sent + count == nbytes
-            if not is_whole:
-                count -= count % LINE
-            if count <= 0:
-                break
-            ctypes.memmove(self._address + place, address + message.sent, count)
-            message.sent += count
-            self._at += count + -count % LINE
-            if is_whole:
-                message.number, message.sent = message.number + 1, 0
-        self._words[self._written] = self._at
-        if message.number == len(message.parts):
-            self.queue.popleft()
-            message.work.num_pending -= 1
-        return self._at - began
-
-
-class Receiver(_End):
-    """The reading end, whose steps take the next messages, in order."""
-
-    queue: "deque[Step]"
-
-    @property
-    def address(self) -> int:
-        """Where what comes next lies."""
-        return self._address + self._at % self._size
-
-    def readable(self) -> int:
-        """Return how many bytes can be read at once, whole lines."""
-        num_written: int = self._words[self._written]
-        return min(num_written - self._at, self._size - self._at % self._size)
+        self.words, self.written, self.read = words, first * LINE // 8, (first + 1) * LINE // 8
+        self.ring, self.address, self.size = ring, ring.data_ptr(), ring.numel()
+        self.at = 0  # bytes that this end has written, or read
+        self.queue = deque[Message]()  # which have not ended
 
     def lacks(self) -> bool:
-        """Whether what the steps expect was not written whole."""
-        num_written: int = self._words[self._written]
-        return sum(step.rest for step in self.queue) > num_written - self._at
+        """Whether what is expected here was not written whole."""
+        num_written: int = self.words[self.written]
+        return sum(message.rest for message in self.queue) > num_written - self.at
 
     def view(self, dtype: torch.dtype, count: int) -> Tensor:
-        """View the next elements."""
-        start = self._at % self._size
-        return self._ring[start : start + count * dtype.itemsize].view(dtype)
-
-    def drop(self, nbytes: int) -> None:
-        """Make room of what was read."""
-        self._at += nbytes
-        self._words[self._read] = self._at
-
-
-# What is done with ``count`` bytes, from ``start`` on, that have come from all of a step's ranks.
-# Returns False if they are of another call, and stay: Note [Calls that differ].
-Act = Callable[[int, int], bool | None]
+        """View the next elements that are read."""
+        start = self.at % self.size
+        return self.ring[start : start + count * dtype.itemsize].view(dtype)
 
 
 class HostWork:
     """A pending call, as a handle of the backend. ``kept``: what it sends and fills."""
 
-    def __init__(self, memory: "SharedMemory | SeveralHosts", number: int, *kept: object) -> None:
-        self._memory = memory
-        self.number = number
+    def __init__(
+        self, memory: "SharedMemory | SeveralHosts", num_pending: int, kept: object = None, then: Then = None
+    ) -> None:
+        self._memory, self.num_pending = memory, num_pending  # messages that have not ended
+        self._kept, self.then = kept, then  # which is called once, with its failure, if any
         self.began = time.monotonic()
-        self.num_pending = 0  # messages to be sent, and steps to be done
         self.nbytes = 0  # that it sends
-        self.kept = list(kept)
-        self.then: Callable[[str | None], None] | None = None  # called once with its failure, if any
 
     def end(self, failure: str | None = None) -> None:
         """Let go of what it has kept, and tell."""
-        self.kept.clear()
-        then, self.then = self.then, None
+        then, self._kept, self.then = self.then, None, None
         if then is not None:
             then(failure)
 
@@ -158,52 +99,124 @@ class HostWork:
         return dist.DistNetworkError(failure) if self.num_pending and failure is not None else None
 
 
-class Step:
-    """What a call does with parts of messages of some ranks, each piece when all of them have sent it."""
+class Message:
+    """A head and parts of a call, which go through the first of ``ends``, or come through all of them."""
 
-    __slots__ = ("_done", "_number", "_parts", "_work", "receivers")
+    __slots__ = ("_done", "_num_heads", "_number", "_parts", "ends", "head", "ready", "work")
 
     def __init__(
-        self, work: HostWork, receivers: Sequence[Receiver], parts: Sequence[tuple[int, Act]]
+        self,
+        ends: Sequence[End],
+        kind: int,
+        parts: Iterable[Part],
+        tag: int = 0,
+        num_heads: int = 0,  # the first parts, which are taken whatever the tag
+        ready: int = sys.maxsize,  # bytes of the parts that may go
     ) -> None:
-        self._work, self.receivers, self._parts = work, receivers, parts
-        self._number = self._done = 0  # of the part that comes now, and its bytes that have come
-        work.num_pending += 1
-        for receiver in receivers:
-            receiver.queue.append(self)
+        self.ends, self.ready, self._num_heads = ends, ready, num_heads
+        self.work: HostWork | None = None
+        self._number = self._done = 0  # of the part that moves now, and its bytes that have moved
+        parts, total, in_ring = list(filter(_LENGTH, parts)), 0, 0
+        for nbytes, _ in parts:
+            total += nbytes
+            in_ring += nbytes + -nbytes % LINE
+        self.head = _HEAD(0, kind, total, tag, in_ring)
+        self._parts: list[tuple[int, Any]] = [(LINE, ctypes.addressof(self.head)), *parts]
 
     @property
     def rest(self) -> int:
-        """The bytes, with padding, that are to come of each rank."""
+        """The bytes, with padding, that have not moved."""
         return sum(padded(nbytes) for nbytes, _ in self._parts[self._number :]) - self._done
 
-    def skip_behind(self, count: int, nbytes: int) -> None:
-        """Do nothing with what follows the first parts, in messages of so many bytes with padding."""
-        kept = self._parts[:count]
-        rest = nbytes - sum(padded(length) for length, _ in kept)
-        self._parts = [*kept, (rest, lambda _start, _count: None)] if rest else kept
+    def move(self) -> int:
+        """Move a piece of the first message of an end; returns its bytes with padding, 0 if none can."""
+        raise NotImplementedError
 
-    def run(self) -> int:
-        """Take a piece; returns its bytes with padding, 0 if nothing has come."""
-        taken, there = 0, PIECE
-        for receiver in self.receivers:
-            if receiver.queue[0] is not self:
-                return 0
-            there = min(there, receiver.readable())
-        while taken < there:
-            nbytes, act = self._parts[self._number]
-            count = min(nbytes - self._done, there - taken)
-            if act(self._done, count) is False:
+    def _end(self) -> None:
+        for end in self.ends:
+            end.queue.popleft()
+        assert self.work is not None  # it has begun
+        self.work.num_pending -= 1
+
+
+class Outgoing(Message):
+    """A message that this rank sends."""
+
+    __slots__ = ()
+
+    def move(self) -> int:
+        """Write a piece; 0 if there is no room."""
+        end = self.ends[0]
+        began, num_read = end.at, int(end.words[end.read])
+        while self._number < len(self._parts) and (left := PIECE - (end.at - began)) > 0:
+            nbytes, address = self._parts[self._number]
+            place = end.at % end.size
+            room = min(end.size - (end.at - num_read), end.size - place, left)
+            ready = min(nbytes, self.ready) if self._number else nbytes
+            count = min(ready - self._done, room)
+            is_whole = self._done + count == nbytes
+            if not is_whole:
+                count -= count % LINE
+            if count <= 0:
                 break
+            ctypes.memmove(end.address + place, address + self._done, count)
+            self._done += count
+            end.at += count + -count % LINE
+            if is_whole:
+                self._number, self._done = self._number + 1, 0
+        end.words[end.written] = end.at
+        if self._number == len(self._parts):
+            self._end()
+        return end.at - began
+
+
+class Incoming(Message):
+    """A message that some ranks send; each piece is taken when all of them have sent it."""
+
+    __slots__ = ()
+
+    def move(self) -> int:
+        """Take a piece; 0 if nothing has come."""
+        taken, there, first = 0, PIECE, self.ends[0]
+        for end in self.ends:
+            if end.queue[0] is not self:
+                return 0
+            there = min(there, end.words[end.written] - end.at, end.size - end.at % end.size)
+        while taken < there and self._number < len(self._parts):
+            nbytes, place = self._parts[self._number]
+            count = min(nbytes - self._done, there - taken)
+            if not self._number:
+                if not self._accept_head():
+                    break
+            elif isinstance(place, int):
+                ctypes.memmove(place + self._done, first.address + first.at % first.size, count)
+            else:
+                place(self._done, count)
             self._done += count
             if self._done == nbytes:
                 self._number, self._done = self._number + 1, 0
             taken += count + -count % LINE
-            for receiver in self.receivers:
-                receiver.drop(count + -count % LINE)
-            if self._number == len(self._parts):
-                for receiver in self.receivers:
-                    receiver.queue.popleft()
-                self._work.num_pending -= 1
-                break
+            for end in self.ends:
+                end.at += count + -count % LINE
+        for end in self.ends:  # make room of what was read
+            end.words[end.read] = end.at
+        if self._number == len(self._parts):
+            self._end()
         return taken
+
+    def _accept_head(self) -> bool:
+        """Return whether this message comes, perhaps with another tag; else it stays."""
+        heads = [ctypes.string_at(end.address + end.at % end.size, LINE) for end in self.ends]
+        if heads.count(bytes(self.head)) == len(heads):
+            return True
+        came = _HEAD.from_buffer_copy(heads[0])
+        if not self.head[3] or came[:2] != self.head[:2]:
+            return False
+        kept = self._parts[: 1 + self._num_heads]
+        rest = LINE + came[4] - sum(padded(nbytes) for nbytes, _ in kept)
+        self._parts = [*kept, (rest, _skip)] if rest else kept
+        return True
+
+
+def _skip(_start: int, _count: int) -> None:
+    """Do nothing with bytes that have come."""

@@ -6,21 +6,18 @@ Note [Bits of a sum]
     the same bits as on sockets, whatever else PyTorch's DDP sends.
 """
 
-import ctypes
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from zero_optim.host.channel import Act, HostWork, Receiver
+from zero_optim.host.channel import Act, HostWork, Incoming, Message, Outgoing, Part, Then
 from zero_optim.host.shared_memory import SharedMemory
 
 # Adds pieces up, by rank, into ``total``, which is this rank's piece, or another place.
 Add = Callable[[Sequence[Tensor], int, Tensor], object]
-Then = Callable[[str | None], None] | None
 
 _ROWS, _ADDENDS, _SUMS = range(1, 4)  # kinds of messages
 # Of which a sum has gloo's bits.
@@ -35,37 +32,30 @@ class OneHost(SharedMemory):
         self, rows: Sequence[tuple[int, Tensor]], tag: int = 0, then: Then = None, num_heads: int = 1
     ) -> HostWork:
         """Send contiguous rows from their owners to all others; to other tags only each one's first ones."""
-        lists: list[list[Tensor]] = [[] for _ in range(self.size)]
+        parts: list[list[Part]] = [[] for _ in range(self.size)]
         for owner, row in rows:
-            lists[owner].append(row)
-        own = lists[self.rank]
-
-        def begin(work: HostWork) -> None:
-            for peer in self.peers:
-                self.send(work, peer, _ROWS, own, tag)
-            for peer in self.peers:
-                self.expect(work, (peer,), _ROWS, _copies(self, peer, lists[peer]), tag, num_heads)
-
-        return self.start(begin, then)
+            parts[owner].append((row.nbytes, row.data_ptr()))
+        messages = list[Message]()
+        for peer, end in self.sending.items():
+            messages.append(Outgoing((end,), _ROWS, parts[self.rank], tag))
+            messages.append(Incoming((self.receiving[peer],), _ROWS, parts[peer], tag, num_heads))
+        return self.start(messages, rows, then)
 
     def sum_rows(self, rows: Sequence[Tensor], total: Tensor, add: Add) -> HostWork:
         """Send row r to rank r, and add up, by ``add``, all rows of this rank into ``total``."""
-        return self.sum_lists([[row] for row in rows], [total], add)
+        return self.sum_lists(list(zip(rows, strict=True)), [total], add)
 
     def sum_lists(
         self, rows: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], add: Add, then: Then = None
     ) -> HostWork:
         """As `sum_rows`, with several rows for each rank."""
-        own = rows[self.rank]
-
-        def begin(work: HostWork) -> None:
-            for peer in self.peers:
-                self.send(work, peer, _ADDENDS, rows[peer])
-            sums = zip(own, totals, strict=True)
-            parts = [(mine.nbytes, _adding(self, mine, total, add)) for mine, total in sums]
-            self.expect(work, self.peers, _ADDENDS, parts)
-
-        return self.start(begin, then)
+        messages = list[Message]()
+        for peer, end in self.sending.items():
+            messages.append(Outgoing((end,), _ADDENDS, [(row.nbytes, row.data_ptr()) for row in rows[peer]]))
+        sums = zip(rows[self.rank], totals, strict=True)
+        adding = [_adding(self, mine, total, add) for mine, total in sums]
+        messages.append(Incoming(tuple(self.receiving.values()), _ADDENDS, adding))
+        return self.start(messages, (rows, totals), then)
 
     def sum_all(self, tensor: Tensor) -> HostWork:
         """Sum a tensor over all ranks in place, in the order of memory."""
@@ -73,38 +63,24 @@ class OneHost(SharedMemory):
         size = flat.element_size()
         edges = chunk_edges(flat.nbytes, self.size, size)
         chunks = [flat[start // size : stop // size] for start, stop in pairwise(edges)]
-        own = chunks[self.rank]
+        parts: list[list[Part]] = [[(chunk.nbytes, chunk.data_ptr())] for chunk in chunks]
+        sums = list[Message]()
+        nbytes, adding = _adding(self, chunks[self.rank], chunks[self.rank], add_as_gloo)
 
-        def begin(work: HostWork) -> None:
-            for peer in self.peers:
-                self.send(work, peer, _ADDENDS, [chunks[peer]])
-            sums = [self.send(work, peer, _SUMS, [own]) for peer in self.peers]
+        def act(start: int, count: int) -> None:
+            adding(start, count)
             for message in sums:
-                message.ready = 0
-            adding = _adding(self, own, own, add_as_gloo)
+                message.ready = start + count
 
-            def act(start: int, count: int) -> None:
-                adding(start, count)
-                for message in sums:
-                    message.ready = start + count
-
-            self.expect(work, self.peers, _ADDENDS, [(own.nbytes, act)])
-            for peer in self.peers:
-                self.expect(work, (peer,), _SUMS, _copies(self, peer, [chunks[peer]]))
-
-        return self.start(begin)
+        messages: list[Message] = [Incoming(tuple(self.receiving.values()), _ADDENDS, [(nbytes, act)])]
+        for peer, end in self.sending.items():
+            messages.append(Outgoing((end,), _ADDENDS, parts[peer]))
+            messages.append(Incoming((self.receiving[peer],), _SUMS, parts[peer]))
+            sums.append(Outgoing((end,), _SUMS, parts[self.rank], ready=0))
+        return self.start(messages + sums, flat)
 
 
-def _copies(memory: SharedMemory, peer: int, targets: Sequence[Tensor]) -> list[tuple[int, Act]]:
-    copy = partial(_copy, memory.receivers[peer])
-    return [(target.nbytes, partial(copy, target.data_ptr())) for target in targets]
-
-
-def _copy(receiver: Receiver, address: int, start: int, count: int) -> None:
-    ctypes.memmove(address + start, receiver.address, count)
-
-
-def _adding(memory: SharedMemory, own: Tensor, total: Tensor, add: Add) -> Act:
+def _adding(memory: SharedMemory, own: Tensor, total: Tensor, add: Add) -> tuple[int, Act]:
     dtype, size = own.dtype, own.element_size()
 
     @torch.inference_mode()  # as on sockets, whatever mode a thread has
@@ -112,12 +88,12 @@ def _adding(memory: SharedMemory, own: Tensor, total: Tensor, add: Add) -> Act:
         first, numel = start // size, count // size
         mine = own[first : first + numel]
         arrivals = [
-            mine if rank == memory.rank else memory.receivers[rank].view(dtype, numel)
+            mine if rank == memory.rank else memory.receiving[rank].view(dtype, numel)
             for rank in range(memory.size)
         ]
         add(arrivals, memory.rank, mine if total is own else total[first : first + numel])
 
-    return act
+    return own.nbytes, act
 
 
 def can_sum(tensor: Tensor) -> bool:

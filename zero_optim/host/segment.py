@@ -9,6 +9,7 @@ Its rank sleeps until a word of it, the bell, changes: Linux's futex, by its sys
 """
 
 import ctypes
+import itertools
 import os
 import platform
 import secrets
@@ -58,6 +59,7 @@ class Segment:
         # 0 while its rank takes part, then `LEFT` or `GIVEN_UP`, whose messages count no more.
         self.left = ctypes.c_uint32.from_address(self.address + _LEFT_AT)
         self.bell = ctypes.c_uint32.from_address(self.address + _LEFT_AT + 4)
+        self._rings = itertools.count(1)  # of this process
         # A word a line, so that two writers do not take a line from each other.
         self.words: Any = (ctypes.c_uint64 * (num_words * LINE // 8)).from_address(self.address + LINE)
 
@@ -75,9 +77,10 @@ class Segment:
         ctypes.memmove(segment.address, secrets.token_bytes(TOKEN_NBYTES), TOKEN_NBYTES)
         return segment, fd
 
-    def ring(self, value: int) -> None:
-        """Show a value, which nobody has shown before, and wake whoever sleeps, in all processes."""
-        self.bell.value = value
+    def ring(self, by: int, of: int) -> None:
+        """Show a value that nobody has shown, and wake whoever sleeps; ``by`` one of so many ranks."""
+        # Then nobody misses it, whoever rings at the same time.
+        self.bell.value = (next(self._rings) * of + by) % 2**32
         _system_call()(_FUTEX, ctypes.addressof(self.bell), _WAKE, _ALL, None, None, 0)
 
     def sleep(self, value: int, seconds: float) -> None:

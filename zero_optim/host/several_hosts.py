@@ -44,9 +44,8 @@ _OF_TAGGED = 2**30  # is added to those of calls that have a tag themselves
 class HostsCall(HostWork):
     """A pending call, which another thread ends."""
 
-    def __init__(self, hosts: "SeveralHosts", number: int) -> None:
-        super().__init__(hosts, number)
-        self.num_pending = 1
+    def __init__(self, hosts: "SeveralHosts") -> None:
+        super().__init__(hosts, num_pending=1)
         self.is_over = threading.Event()
 
     def end(self, failure: str | None = None) -> None:
@@ -148,7 +147,7 @@ class SeveralHosts:
             if self.failure is not None:
                 raise dist.DistNetworkError(self.failure)
             self.num_started += 1
-            call = HostsCall(self, self.num_started)
+            call = HostsCall(self)
             rest = steps(call, 2 * (self.num_started % _TAGS))
             next(rest)
 

@@ -8,21 +8,16 @@ Note [Who moves the bytes]
     thread of this memory does it, so a rank that does something else holds nobody up. Whoever finds nothing
     to move sleeps until a word of its segment, the bell, changes; the others change it after each piece.
     While the main thread is at it, signal handlers wait: Note [Handlers and locks].
-
-Note [Calls that differ]
-    Each message begins with a line that tells its call. If that is not the expected one, it is not read: the
-    ranks wait, and the watchdog tells what each does. Of messages with other tags only the heads are taken.
 """
 
 import atexit
-import ctypes
 import itertools
 import os
 import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -30,14 +25,13 @@ from torch import Tensor
 from zero_optim.compat.signals import HandlersLater
 from zero_optim.compat.threads import start_thread
 from zero_optim.errors import message_of
-from zero_optim.host.channel import PIECE, Act, HostWork, Message, Receiver, Sender, Step
+from zero_optim.host.channel import PIECE, End, HostWork, Message, Outgoing, Then
 from zero_optim.host.segment import GIVEN_UP, LEFT, LINE, Segment
 
 _LOOK = 0.1  # seconds until a waiting thread looks whether the others are alive
 _LONGEST = 1.0  # seconds for which signal handlers wait
 _GRACE = 0.005  # seconds between two looks of the thread, for a caller to wait for what it has started
 _IDLE = 0.2  # seconds without calls until the thread ends
-_HEAD = ctypes.c_uint64 * (LINE // 8)  # number of the call, its kind, bytes, tag, bytes in the ring
 
 GAVE_UP = "of the group has given up"  # it knows why, and tells
 
@@ -49,15 +43,14 @@ class SharedMemory:
         self.rank, self.size, self.num_started = rank, len(segments), 0
         self.failure: str | None = None  # why no call ends well any more
         self._segments, self._limit = segments, limit
-        self._ends = {peer: _ends(segments, rank, peer) for peer in range(self.size) if peer != rank}
-        self.receivers = {peer: receiver for peer, (_, receiver) in self._ends.items()}
-        self.peers: Sequence[int] = tuple(self._ends)
+        ends = {peer: _ends(segments, rank, peer) for peer in range(self.size) if peer != rank}
+        self.sending = {peer: end for peer, (end, _) in ends.items()}
+        self.receiving = {peer: end for peer, (_, end) in ends.items()}
         self._process = os.getpid()
         # Descriptors of processes, whose numbers others may get later.
-        self._processes = {os.pidfd_open(pids[peer]): peer for peer in self.peers}
+        self._processes = {os.pidfd_open(pids[peer]): peer for peer in self.sending}
         for fd in self._processes:
             weakref.finalize(self, os.close, fd).atexit = False
-        self._bells = itertools.count(1)
         self._works: list[HostWork] = []  # pending, in their order
         self._lock = threading.Lock()
         self._waiting = list[HostWork]()  # what threads wait for; a list, as threads change it at once
@@ -67,10 +60,8 @@ class SharedMemory:
 
     # ------------------------------------------------------------------ calls begin
 
-    def start(
-        self, begin: Callable[[HostWork], None], then: Callable[[str | None], None] | None = None
-    ) -> HostWork:
-        """Start a call: ``begin`` says what it does, and keeps its tensors. Sends what there is room for."""
+    def start(self, messages: Sequence[Message], kept: object, then: Then = None) -> HostWork:
+        """Start a call of some messages, whose tensors it keeps. Sends what there is room for."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 "a process that was forked from a rank cannot take part in its collectives: start ranks with "
@@ -81,91 +72,52 @@ class SharedMemory:
                 if self.failure is not None:
                     raise dist.DistNetworkError(self.failure)
                 self.num_started += 1
-                work = HostWork(self, self.num_started, begin)
-                work.then = then
-                begin(work)
+                work = HostWork(self, len(messages), kept, then)
+                for message in messages:
+                    message.work, message.head[0] = work, self.num_started
+                    work.nbytes += message.head[2] if isinstance(message, Outgoing) else 0
+                    for end in message.ends:
+                        end.queue.append(message)
                 self._works.append(work)
-                self._move()
-                ended = self._ended()
-            _end_all(ended)
+                ended = self._move()
+            for each in ended or ():  # without the lock: they may start others
+                each.end()
             if work.num_pending:
                 self._leave_to_thread()
         return work
 
-    def send(self, work: HostWork, peer: int, kind: int, tensors: Sequence[Tensor], tag: int = 0) -> Message:
-        """Send contiguous tensors to a rank, a head first."""
-        parts = [(tensor.nbytes, tensor.data_ptr()) for tensor in tensors if tensor.nbytes]
-        head = _head(work, kind, tag, parts)
-        work.nbytes += head[2]
-        work.kept.append(head)
-        message = Message(work, [(LINE, ctypes.addressof(head)), *parts])
-        self._ends[peer][0].queue.append(message)
-        return message
-
-    def expect(
-        self,
-        work: HostWork,
-        peers: Sequence[int],
-        kind: int,
-        parts: Sequence[tuple[int, Act]],
-        tag: int = 0,
-        num_heads: int = 0,  # the first parts, which are taken whatever the tag
-    ) -> None:
-        """Do something with bytes of some ranks; ``parts`` are lengths, and what is done."""
-        parts = [part for part in parts if part[0]]
-        head = bytes(_head(work, kind, tag, parts))
-        receivers = list(map(self.receivers.__getitem__, peers))
-
-        def check(_start: int, _count: int) -> bool:
-            heads = [ctypes.string_at(receiver.address, LINE) for receiver in receivers]
-            if heads.count(head) == len(heads):
-                return True
-            number, of_kind, _, _, nbytes = _HEAD.from_buffer_copy(heads[0])[:5]
-            if not tag or (number, of_kind) != (work.number, kind):
-                return False
-            receivers[0].queue[0].skip_behind(1 + num_heads, LINE + nbytes)  # not by name: no cycle keeps it
-            return True
-
-        Step(work, receivers, [(LINE, check), *parts])
-
     # ------------------------------------------------------------------ bytes move
 
-    def _move(self) -> bool:
-        """Move what can be moved, under the lock; returns whether there was anything."""
-        for peer in self.peers:  # nobody must be told that a call went well which failed elsewhere
+    def _move(self, *, waits: bool = False) -> list[HostWork] | None:
+        """Move what can be moved, under the lock; returns the calls that ended, None if nothing moved.
+
+        ``waits``: this thread waits for one of them.
+        """
+        for peer in self.sending:  # nobody must be told that a call went well which failed elsewhere
             if self._segments[peer].left.value == GIVEN_UP:
                 self.close(f"Connection closed by peer: rank {peer} {GAVE_UP}")
         if self.failure is not None:  # what calls have kept may be gone
-            return False
+            return None
         heard = set[int]()  # ranks that have something to do, and are told at the end, or after a large piece
         try:
-            for peer, (sender, receiver) in self._ends.items():
-                while sender.queue and (count := sender.push()):
-                    heard.add(peer)
-                    if count == PIECE:
-                        self._ring(peer)
-                while receiver.queue and (count := (step := receiver.queue[0]).run()):
-                    for each in step.receivers:
+            for end in itertools.chain(self.sending.values(), self.receiving.values()):
+                while end.queue and (count := (message := end.queue[0]).move()):
+                    for each in message.ends:
                         heard.add(each.peer)
                         if count == PIECE:
-                            self._ring(each.peer)
+                            self._segments[each.peer].ring(self.rank, self.size)
             for peer in heard:
-                self._ring(peer)
+                self._segments[peer].ring(self.rank, self.size)
         except BaseException as error:  # nobody knows what was moved
             self.close(f"Connection closed: a call through memory failed on a rank: {message_of(error)}")
             raise
-        return bool(heard)
-
-    def _ring(self, peer: int) -> None:
-        # A value that was never shown before: then nobody misses it, whoever rings at the same time.
-        self._segments[peer].ring((next(self._bells) * self.size + self.rank) % 2**32)
-
-    def _ended(self, *, waits: bool = False) -> list[HostWork]:
+        if not heard:
+            return None
         ended = [work for work in self._works if not work.num_pending]
         for work in ended:
             self._works.remove(work)
-        if ended and len(self._waiting) > waits:
-            self._ring(self.rank)  # another thread may sleep that waits for it
+        if ended and len(self._waiting) > waits:  # another thread may sleep that waits for it
+            self._segments[self.rank].ring(self.rank, self.size)
         return ended
 
     def wait(self, work: HostWork, seconds: float) -> None:
@@ -189,16 +141,15 @@ class SharedMemory:
 
     def _move_or_sleep(self, seconds: float, work: HostWork | None = None) -> None:
         """Move what can be moved; if there is nothing, sleep, unless the call has ended."""
-        own, ended = self._segments[self.rank], list[HostWork]()
+        own = self._segments[self.rank]
         with self._lock:
             rings = own.bell.value
-            has_moved = self._move()
-            if has_moved:
-                ended = self._ended(waits=work is not None)
-            elif work is not None and work.is_completed():  # another thread has moved the rest
-                return
-        if has_moved:
-            _end_all(ended)
+            ended = self._move(waits=work is not None)
+            if ended is None and work is not None and work.is_completed():
+                return  # another thread has moved the rest
+        if ended is not None:
+            for each in ended:
+                each.end()
             return
         own.sleep(rings, seconds)
         if time.monotonic() - self._looked >= _LOOK:  # a signal or another rank may wake it more often
@@ -211,15 +162,16 @@ class SharedMemory:
         for fd in self._processes:
             poll.register(fd, select.POLLIN)
         ended_peers = {self._processes[fd] for fd, _ in poll.poll(0)}
-        gone = [peer for peer in self.peers if self._segments[peer].left.value or peer in ended_peers]
+        gone = [peer for peer in self.sending if self._segments[peer].left.value or peer in ended_peers]
         with self._lock:
-            ended = self._ended() if self._move() else []
-            missing = [peer for peer in gone if self._ends[peer][0].queue or self._ends[peer][1].lacks()]
+            ended = self._move()
+            missing = [peer for peer in gone if self.sending[peer].queue or self.receiving[peer].lacks()]
             if missing:
                 self.close(f"Connection closed by peer: rank {missing[0]} of the group has ended")
             elif self._works and time.monotonic() - self._works[0].began > self._limit:
                 self.close(f"Timed out waiting {self._limit:g} s for the other ranks of this host")
-        _end_all(ended)
+        for work in ended or ():
+            work.end()
 
     def release(self) -> None:
         """Take part no more, with nothing that failed: what this rank has sent counts. Takes no lock."""
@@ -232,7 +184,7 @@ class SharedMemory:
         self.failure = why
         self._segments[self.rank].left.value = GIVEN_UP if gives_up else LEFT
         for peer in range(self.size):
-            self._ring(peer)
+            self._segments[peer].ring(self.rank, self.size)
 
     # ------------------------------------------------------------------ the thread
 
@@ -269,25 +221,10 @@ class SharedMemory:
         """End the calls that a failure leaves."""
         with self._lock:
             works, self._works = self._works, []
-            for end in itertools.chain.from_iterable(self._ends.values()):  # they would refer to this memory
-                end.queue.clear()
+            for end in itertools.chain(self.sending.values(), self.receiving.values()):
+                end.queue.clear()  # it would refer to this memory
         for work in works:
             work.end(self.failure)
-
-
-def _end_all(ended: Sequence[HostWork]) -> None:
-    for work in ended:  # without the lock: they may start others
-        work.end()
-
-
-def _head(
-    work: HostWork, kind: int, tag: int, parts: Sequence[tuple[int, object]]
-) -> ctypes.Array[ctypes.c_uint64]:
-    total = in_ring = 0
-    for nbytes, _ in parts:
-        total += nbytes
-        in_ring += nbytes + -nbytes % LINE
-    return _HEAD(work.number, kind, total, tag, in_ring)
 
 
 # Those whose threads must end before Python does.
@@ -300,10 +237,10 @@ def _close_all() -> None:
         memory.release()
 
 
-def _ends(segments: Sequence[Segment], rank: int, peer: int) -> tuple[Sender, Receiver]:
+def _ends(segments: Sequence[Segment], rank: int, peer: int) -> tuple[End, End]:
     own, other, size = segments[rank], segments[peer], len(segments)
-    sender = Sender(peer, own.words, 2 * peer, _ring_of(own.pages, size, rank, peer))
-    return sender, Receiver(peer, other.words, 2 * rank, _ring_of(other.pages, size, peer, rank))
+    sending = End(peer, own.words, 2 * peer, _ring_of(own.pages, size, rank, peer))
+    return sending, End(peer, other.words, 2 * rank, _ring_of(other.pages, size, peer, rank))
 
 
 def _ring_of(pages: Tensor, size: int, sender: int, receiver: int) -> Tensor:
