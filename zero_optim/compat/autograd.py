@@ -16,7 +16,7 @@ from abc import ABCMeta
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -119,9 +119,8 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
-def is_profiling() -> bool:
-    """Return whether a profiler is active on this thread or all; takes less than 0.1 µs."""
-    return getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
+# Whether a profiler is active on this thread or all; takes less than 0.1 µs.
+is_profiling: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled", False)
 
 
 def address_of_store() -> tuple[str | None, int]:
