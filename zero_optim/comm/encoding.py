@@ -303,14 +303,6 @@ def tensors_in(skeleton: Skeleton, path: tuple[Any, ...] = ()) -> Iterator[tuple
         yield from tensors_in(part, (*path, key))
 
 
-def blank_tensors(skeleton: Skeleton) -> list[Tensor]:
-    """Allocate the tensors of a skeleton, uninitialised, in CPU memory."""
-    return [
-        torch.empty_strided(shape, strides, dtype=dtype_named(dtype), device="cpu")
-        for _, (dtype, shape, strides) in tensors_in(skeleton)
-    ]
-
-
 def map_tensors(value: Nested, change: Callable[[Tensor], Tensor]) -> Nested:
     """Apply ``change`` to every tensor of a nested value; containers are new, plain values shared."""
     if isinstance(value, Tensor):

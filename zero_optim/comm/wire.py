@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.encoding import Skeleton, blank_tensors, rewrapped
+from zero_optim.comm.encoding import Skeleton, dtype_named, rewrapped, tensors_in
 from zero_optim.comm.frames import bytes_to_tensor, tensor_to_bytes
 from zero_optim.comm.sending import recv, send
 from zero_optim.compat import private
@@ -110,7 +110,10 @@ def recv_encoded(group: RankGroup, source: int) -> tuple[Skeleton, list[Tensor]]
     header = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     recv(group, header, source)
     skeleton = json.loads(tensor_to_bytes(header))
-    tensors = blank_tensors(skeleton)
+    tensors = [
+        torch.empty_strided(shape, strides, dtype=dtype_named(dtype), device="cpu")
+        for _, (dtype, shape, strides) in tensors_in(skeleton)
+    ]
     for parts in pieces_of([memory_of(tensor) for tensor in tensors]):
         sizes = [part.numel() for part in parts]
         received = parts[0] if len(parts) == 1 else torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
