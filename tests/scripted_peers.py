@@ -13,9 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from zero_optim.comm.records import Verdict
 from zero_optim.comm.traffic import Phase
-from zero_optim.comm.work_log import WorkLog
+from zero_optim.comm.work_log import Verdict, WorkLog
 from zero_optim.comm.works import Work
 from zero_optim.health.directory import Directory
 from zero_optim.health.peers import ANSWER_LIMIT, Address, Presence, has_second_line

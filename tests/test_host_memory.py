@@ -23,9 +23,9 @@ from stalling import about_to_stall, linear, outcomes, sharded, with_gradients
 from training import assert_same_bits
 from waiting import wait_until
 from worlds import leave, world
-from zero_optim.comm import agreement
-from zero_optim.comm.agreement import find_hosts
+from zero_optim.comm import hosts
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.hosts import find_hosts
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.compat import private
 from zero_optim.host import messages
@@ -176,7 +176,7 @@ def test_ranks_go_on_over_sockets_where_one_cannot_share(refused: str) -> None:
     refusal = mock.patch.object(os, refused, side_effect=PermissionError("not here"))
     why = "not every rank can map the memory" if refused == "pidfd_open" else r"shared memory: not here"
     with refusal if dist.get_rank() == 1 else nullcontext():
-        with mock.patch.object(agreement.logger, "debug") as debug:
+        with mock.patch.object(hosts.logger, "debug") as debug:
             for _ in range(2):
                 model = with_gradients(linear())
                 optimizer = sharded(model, timeout=None)

@@ -22,7 +22,7 @@ from stalling import about_to_stall, outcomes
 from training import TORCH
 from waiting import LIMIT, wait_until
 from zero_optim import RemoteRankError
-from zero_optim.comm import agreement
+from zero_optim.comm import hosts
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease, lanes_beside, lease
 from zero_optim.compat.autograd import timeout_of
@@ -166,9 +166,9 @@ def construct_where_no_group_is_made(failure: str) -> str:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     group = RankGroup.of(None).within(4.0)
-    make_group = fail if group.rank == 1 else agreement.make_group
+    make_group = fail if group.rank == 1 else hosts.make_group
     about_to_stall()
-    with mock.patch.object(agreement, "make_group", make_group), watching(group):
+    with mock.patch.object(hosts, "make_group", make_group), watching(group):
         lease(group, 1, "gloo")
     return "made"
 

@@ -22,7 +22,7 @@ from waiting import LIMIT
 from zero_optim import StalledError
 from zero_optim.comm.backends import parse_config
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.comm.records import Verdict
+from zero_optim.comm.work_log import Verdict
 from zero_optim.comm.works import Work
 from zero_optim.compat import streams
 from zero_optim.health.watchdog import Watchdog

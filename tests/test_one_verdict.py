@@ -9,8 +9,8 @@ import pytest
 
 from scripted_peers import Group, Network, network
 from waiting import LIMIT, wait_until
-from zero_optim.comm.records import Verdict
 from zero_optim.comm.traffic import Phase
+from zero_optim.comm.work_log import Verdict
 from zero_optim.comm.works import Work
 from zero_optim.health import directory as directory_module
 from zero_optim.health.peers import Listener, Presence

@@ -27,7 +27,7 @@ from stalling import (
 from zero_optim import RankMismatchError, StalledError, ZeroRedundancyOptimizer, checkpoint
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import host_lanes_beside
-from zero_optim.comm.records import OVERLAPPED_STEP
+from zero_optim.comm.work_log import OVERLAPPED_STEP
 from zero_optim.compat import private
 from zero_optim.ddp import DistributedDataParallel
 from zero_optim.health.diagnosis import Status, wait_for_each_other

@@ -27,9 +27,9 @@ from test_streams_runs import LOOPS, STAGES
 from training import assert_same_bits
 from zero_optim import RemoteRankError, ZeroRedundancyOptimizer
 from zero_optim.comm import collectives
-from zero_optim.comm.agreement import find_hosts
 from zero_optim.comm.backends import TRANSPORTS
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.hosts import find_hosts
 from zero_optim.comm.row_sum import start_row_sum
 from zero_optim.comm.sending import gather_slices
 from zero_optim.ddp import DistributedDataParallel

@@ -19,7 +19,7 @@ from worlds import enter, leave
 from zero_optim import StalledError, ZeroRedundancyOptimizer, share_host_memory
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import host_lanes_beside
-from zero_optim.comm.records import OVERLAPPED_STEP, Verdict
+from zero_optim.comm.work_log import OVERLAPPED_STEP, Verdict
 from zero_optim.comm.works import Work
 from zero_optim.ddp import DistributedDataParallel, ShardedDataParallel
 from zero_optim.ddp.reducer.gradient_bucket import GradBucket

@@ -34,9 +34,8 @@ from zero_optim.comm.backends import (
     unserved,
 )
 from zero_optim.comm.frames import SHORT, bytes_to_tensor, framed, met_otherwise, tensor_to_bytes, unframed
-from zero_optim.comm.records import ActivityScope
 from zero_optim.comm.traffic import Phase, Timeout, Traffic, broadcast_nbytes, sum_nbytes
-from zero_optim.comm.work_log import GroupWorks, log_of
+from zero_optim.comm.work_log import ActivityScope, GroupWorks, log_of
 from zero_optim.comm.works import Work
 from zero_optim.compat.autograd import start_as_one, timeout_of
 from zero_optim.compat.streams import HostCopy, to_device
@@ -281,7 +280,8 @@ class RankGroup:
         everyone = [tensor_to_bytes(row) for row in gathered]
         payloads = unframed(everyone) if is_framed else everyone
         if payloads is None:
-            raise self._met_otherwise()
+            reports = self.all_gather_json(self.works.log.activity.report())
+            raise RankMismatchError(met_otherwise(dict(zip(self.numbers, reports, strict=True))))
         return payloads
 
     def read(self, copy: HostCopy) -> Tensor:
@@ -292,12 +292,6 @@ class RankGroup:
             value = copy.read()
         self.works.check()
         return value
-
-    def _met_otherwise(self) -> RankMismatchError:
-        activity = self.works.log.activity
-        inside = [mark.name for mark in list(activity.open.values())][:1]
-        reports = self.all_gather_json([dict(activity.counts), inside])
-        return RankMismatchError(met_otherwise(dict(zip(self.numbers, reports, strict=True))))
 
     def all_gather_rows(self, mine: Tensor) -> Tensor:
         """Gather 1-D uint8 tensors of equal length, on `device`, as (ranks, length); a stream may wait."""

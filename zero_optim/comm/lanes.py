@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_optim.comm.agreement import find_hosts, make_together
 from zero_optim.comm.backends import transport_of
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.hosts import find_hosts, make_together
 from zero_optim.compat.autograd import timeout_of
 from zero_optim.errors import RankMismatchError
 

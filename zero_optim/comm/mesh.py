@@ -12,8 +12,9 @@ from itertools import pairwise
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_optim.comm.agreement import agree, failing_together, find_hosts, make_together
+from zero_optim.comm.agreement import agree, failing_together
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.hosts import find_hosts, make_together
 
 _Table = list[list[int]]  # global ranks, by replica
 

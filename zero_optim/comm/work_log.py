@@ -1,4 +1,4 @@
-"""The works of a process, by process group: what began, and why groups were given up.
+"""The works and calls of a process, by process group: what began, and why groups were given up.
 
 No communication, but for `GroupWorks.cut`.
 
@@ -13,6 +13,7 @@ Note [Groups that end]
 """
 
 import itertools
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,10 +27,10 @@ import torch
 import torch.distributed as dist
 
 from zero_optim.comm.backends import aborts_of
-from zero_optim.comm.records import Activity, Verdict
 from zero_optim.comm.unended import Paired, keep_for_ever, wait_and_poll
 from zero_optim.compat.autograd import untraced
 from zero_optim.compat.threads import start_thread_or_run
+from zero_optim.errors import StalledError
 
 if TYPE_CHECKING:
     from zero_optim.comm.sending import Levels
@@ -38,8 +39,72 @@ if TYPE_CHECKING:
     from zero_optim.host.messages import OneHost
     from zero_optim.host.several_hosts import SeveralHosts
 
+OVERLAPPED_STEP = "an overlapped step"  # the name of one bucket's local step, on whichever thread
 _NO_TAG = 2**31 - 1  # of messages that nobody sends
 _FEW = 4  # works, among which it is not worth while to look for those that ended
+
+
+@dataclass(slots=True)  # not frozen: each step makes two
+class Mark:
+    """The begin or end of a call or pass, its ``count``-th; the time is monotonic."""
+
+    name: str
+    count: int
+    time: float
+    is_over: bool
+
+
+class Activity:
+    """Counts of begun calls and passes in this process, the open ones, and the last mark."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.open: dict[str, Mark] = {}
+        self.last: Mark | None = None
+
+    @untraced
+    def begin(self, name: str) -> None:
+        """Record a begin."""
+        count = self.counts[name] = self.counts.get(name, 0) + 1
+        self.last = self.open[name] = Mark(name, count, time.monotonic(), is_over=False)
+
+    @untraced
+    def end(self, name: str) -> None:
+        """Record an end."""
+        self.open.pop(name, None)
+        self.last = Mark(name, self.counts.get(name, 0), time.monotonic(), is_over=True)
+
+    def report(self) -> tuple[dict[str, int], list[str]]:
+        """Return the counts, and the outermost open call if any."""
+        return dict(self.counts), [mark.name for mark in list(self.open.values())][:1]
+
+
+@dataclass(frozen=True, slots=True)
+class ActivityScope:
+    """A context that names what this process does; untraced, for compiled steps."""
+
+    activity: Activity
+    name: str
+
+    @untraced
+    def __enter__(self) -> None:
+        self.activity.begin(self.name)
+
+    @untraced
+    def __exit__(self, *_: object) -> None:
+        self.activity.end(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why a group was given up, and the missing group ranks; equal on all its ranks."""
+
+    message: str
+    missing: tuple[int, ...] = ()
+
+    def error(self) -> StalledError:
+        """Build the exception."""
+        return StalledError(self.message, self.missing)
 
 
 class GroupWorks:

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from zero_optim.comm.backends import late_or_closed
 from zero_optim.comm.frames import differences, ranks_by_value, ranks_text
-from zero_optim.comm.records import OVERLAPPED_STEP, Verdict
-from zero_optim.comm.work_log import WorkLog
+from zero_optim.comm.work_log import OVERLAPPED_STEP, Verdict, WorkLog
 from zero_optim.comm.works import Work
 from zero_optim.health.peers import ANSWER_LIMIT, Presence
 from zero_optim.health.tree import Message, from_runs, to_runs

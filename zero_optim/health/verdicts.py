@@ -22,9 +22,8 @@ from dataclasses import asdict
 from typing import Any
 
 from zero_optim.comm.backends import late_or_closed
-from zero_optim.comm.records import Verdict
 from zero_optim.comm.traffic import LONG, Phase
-from zero_optim.comm.work_log import GroupWorks, WorkLog
+from zero_optim.comm.work_log import GroupWorks, Verdict, WorkLog
 from zero_optim.comm.works import Work
 from zero_optim.compat.threads import start_thread_or_run
 from zero_optim.health.diagnosis import Complaint, Status, are_parted, judge_part, verdict_of, verdict_to_json

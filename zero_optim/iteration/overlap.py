@@ -15,7 +15,7 @@ from functools import partial
 from torch import Tensor
 
 from zero_optim.comm.lanes import Lease, lanes_beside, may_run_beside
-from zero_optim.comm.records import OVERLAPPED_STEP
+from zero_optim.comm.work_log import OVERLAPPED_STEP
 from zero_optim.compat.streams import StreamBeside
 from zero_optim.errors import RankMismatchError, RemoteRankError
 from zero_optim.flow.flow import Flow, Worker
