@@ -42,21 +42,17 @@ class HandlersLater:
             for number in self._handlers:
                 _set_handler(number, self._note)
         except BaseException:  # of a handler that was not set aside yet
-            self._restore()
+            self.__exit__()
             raise
 
     def __exit__(self, *_: object) -> None:
-        if self._handlers:
-            self._restore()
-            if self._numbers:
-                _raise_all(self._numbers)
-
-    def _restore(self) -> None:
         try:
             for number, handler in self._handlers.items():
                 _set_handler(number, handler)
         finally:  # a handler may raise in between, and those behind it stay set aside
             self._is_over = True
+        if self._handlers and self._numbers:
+            _raise_all(self._numbers)
 
     def _note(self, number: int, frame: object) -> None:
         if self._is_over or os.getpid() != self._process:  # another thread has forked
