@@ -114,7 +114,7 @@ class Message:
         ready: int = sys.maxsize,  # bytes of the parts that may go
     ) -> None:
         self.ends, self.ready, self._num_heads = ends, ready, num_heads
-        self.work: HostWork | None = None
+        self.work: HostWork  # since it has begun
         self._number = self._done = 0  # of the part that moves now, and its bytes that have moved
         parts, total, in_ring = list(filter(_LENGTH, parts)), 0, 0
         for nbytes, _ in parts:
@@ -131,12 +131,6 @@ class Message:
     def move(self) -> int:
         """Move a piece of the first message of an end; returns its bytes with padding, 0 if none can."""
         raise NotImplementedError
-
-    def _end(self) -> None:
-        for end in self.ends:
-            end.queue.popleft()
-        assert self.work is not None  # it has begun
-        self.work.num_pending -= 1
 
 
 class Outgoing(Message):
@@ -166,7 +160,8 @@ class Outgoing(Message):
                 self._number, self._done = self._number + 1, 0
         end.words[end.written] = end.at
         if self._number == len(self._parts):
-            self._end()
+            end.queue.popleft()
+            self.work.num_pending -= 1
         return end.at - began
 
 
@@ -198,10 +193,12 @@ class Incoming(Message):
             taken += count + -count % LINE
             for end in self.ends:
                 end.at += count + -count % LINE
-        for end in self.ends:  # make room of what was read
-            end.words[end.read] = end.at
-        if self._number == len(self._parts):
-            self._end()
+        is_over = self._number == len(self._parts)
+        for end in self.ends:
+            end.words[end.read] = end.at  # makes room of what was read
+            if is_over:
+                end.queue.popleft()
+        self.work.num_pending -= is_over
         return taken
 
     def _accept_head(self) -> bool:
