@@ -25,6 +25,7 @@ Note [What a count cannot tell]
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from operator import methodcaller
 from typing import NamedTuple, TypeAlias
 
 from zero_optim.comm.agreement import Failure, failure_of, hear_failure
@@ -86,7 +87,7 @@ class _Step:
 
     def read_uniform(self, read: Read) -> bool:
         """Wait with ``read``; return whether nothing failed here, and all stamps are this rank's."""
-        return self.failure is None and all(arrival.read_uniform(read) for arrival in self.arrivals)
+        return self.failure is None and all(map(methodcaller("read_uniform", read), self.arrivals))
 
     def read_stamps(self, read: Read) -> dict[int, Stamp]:
         """Return each rank's last stamp, or one with a failure; ``read`` waits."""
