@@ -14,8 +14,6 @@ import os
 import platform
 import secrets
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -50,11 +48,22 @@ def has_futex() -> bool:
 
 
 class Segment:
-    """``nbytes`` of memory in the process ``pid``, as its descriptor ``fd``: the first lines hold words."""
+    """``nbytes`` of memory in the process ``pid``, as its descriptor ``fd``: the first lines hold words.
+
+    OSError for anything else.
+    """
 
     def __init__(self, nbytes: int, num_words: int, pid: int, fd: int) -> None:
-        with _opened(f"/proc/{pid}/fd/{fd}", nbytes) as path:
-            self.pages = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+        path = f"/proc/{pid}/fd/{fd}"
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            own = Path(f"/proc/self/fd/{opened}")
+            # The number may be a file of another process.
+            if os.fstat(opened).st_size != nbytes or not str(own.readlink()).startswith(f"/memfd:{_NAME} "):
+                raise OSError(f"{path} is no memory of {nbytes} bytes that a rank has made")
+            self.pages = torch.from_file(str(own), shared=True, size=nbytes, dtype=torch.uint8)
+        finally:
+            os.close(opened)
         self.address = self.pages.data_ptr()
         # 0 while its rank takes part, then `LEFT` or `GIVEN_UP`, whose messages count no more.
         self.left = ctypes.c_uint32.from_address(self.address + _LEFT_AT)
@@ -93,16 +102,3 @@ class Segment:
     def token(self) -> str:
         """Return what only its readers can know."""
         return ctypes.string_at(self.address, TOKEN_NBYTES).hex()
-
-
-@contextmanager
-def _opened(path: str, nbytes: int) -> Iterator[str]:
-    """Open a segment; OSError for anything else, as the number may be a file of another process."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        own = Path(f"/proc/self/fd/{fd}")
-        if os.fstat(fd).st_size != nbytes or not str(own.readlink()).startswith(f"/memfd:{_NAME} "):
-            raise OSError(f"{path} is no memory of {nbytes} bytes that a rank has made")
-        yield str(own)
-    finally:
-        os.close(fd)
