@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Sequence
 
 import torch.distributed as dist
-from torch import Tensor
 
 from zero_optim.compat.signals import HandlersLater
 from zero_optim.compat.threads import start_thread
@@ -43,9 +42,9 @@ class SharedMemory:
         self.rank, self.size, self.num_started = rank, len(segments), 0
         self.failure: str | None = None  # why no call ends well any more
         self._segments, self._limit = segments, limit
-        ends = {peer: _ends(segments, rank, peer) for peer in range(self.size) if peer != rank}
-        self.sending = {peer: end for peer, (end, _) in ends.items()}
-        self.receiving = {peer: end for peer, (_, end) in ends.items()}
+        peers = [peer for peer in range(self.size) if peer != rank]
+        self.sending = {peer: _end(peer, segments, rank, peer) for peer in peers}
+        self.receiving = {peer: _end(peer, segments, peer, rank) for peer in peers}
         self._process = os.getpid()
         # Descriptors of processes, whose numbers others may get later.
         self._processes = {os.pidfd_open(pids[peer]): peer for peer in self.sending}
@@ -237,17 +236,12 @@ def _close_all() -> None:
         memory.release()
 
 
-def _ends(segments: Sequence[Segment], rank: int, peer: int) -> tuple[End, End]:
-    own, other, size = segments[rank], segments[peer], len(segments)
-    sending = End(peer, own.words, 2 * peer, _ring_of(own.pages, size, rank, peer))
-    return sending, End(peer, other.words, 2 * rank, _ring_of(other.pages, size, peer, rank))
-
-
-def _ring_of(pages: Tensor, size: int, sender: int, receiver: int) -> Tensor:
-    """Return a ring of the sender's segment, which has one for each other rank."""
-    start = first_ring(size)
-    length = (pages.numel() - start) // (size - 1)
-    return pages[start + (receiver - (receiver > sender)) * length :][:length]
+def _end(peer: int, segments: Sequence[Segment], sender: int, receiver: int) -> End:
+    """Return an end of a ring in the sender's segment, which has one for each other rank."""
+    segment, start = segments[sender], first_ring(len(segments))
+    length = (segment.pages.numel() - start) // (len(segments) - 1)
+    ring = segment.pages[start + (receiver - (receiver > sender)) * length :][:length]
+    return End(peer, segment.words, 2 * receiver, ring)
 
 
 def first_ring(size: int) -> int:
