@@ -21,7 +21,6 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         "nccl:all_reduce",
         "nccl:all_to_all",
         "memory:sum",
-        "memory:pieces",
     ),
     "step": ("Optimizer.step#",),
     "gather": ("gloo:broadcast", "nccl:broadcast", "memory:rows"),

@@ -14,6 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_optim.compat.autograd import is_profiling
 from zero_optim.host.segment import LINE
 
 if TYPE_CHECKING:
@@ -29,8 +31,10 @@ if TYPE_CHECKING:
     from zero_optim.host.shared_memory import SharedMemory
 
 PIECE = 2**19  # bytes that are copied at a time; they stay in a processor's cache until they are read
+ROWS, ADDENDS, SUMS = range(1, 4)  # kinds of messages
+_RANGES = {ROWS: "memory:rows", ADDENDS: "memory:sum", SUMS: "memory:sum"}  # in a profile
 _HEAD = ctypes.c_uint64 * (LINE // 8)  # number of the call, kind, bytes, tag, bytes in the ring
-_LENGTH = itemgetter(0)
+_LENGTH, _UNSEEN = itemgetter(0), nullcontext()
 
 Then: TypeAlias = Callable[[str | None], None] | None
 # What is done with ``count`` bytes, from ``start`` on, that have come from all ranks of a message.
@@ -172,7 +176,7 @@ class Incoming(Message):
 
     def move(self) -> int:
         """Take a piece; 0 if nothing has come."""
-        taken, there, first = 0, PIECE, self.ends[0]
+        taken, there, first, kind = 0, PIECE, self.ends[0], self.head[1]
         for end in self.ends:
             if end.queue[0] is not self:
                 return 0
@@ -183,10 +187,12 @@ class Incoming(Message):
             if not self._number:
                 if not self._accept_head():
                     break
-            elif isinstance(place, int):
-                ctypes.memmove(place + self._done, first.address + first.at % first.size, count)
             else:
-                place(self._done, count)
+                with torch.profiler.record_function(_RANGES[kind]) if is_profiling() else _UNSEEN:
+                    if isinstance(place, int):
+                        ctypes.memmove(place + self._done, first.address + first.at % first.size, count)
+                    else:
+                        place(self._done, count)
             self._done += count
             if self._done == nbytes:
                 self._number, self._done = self._number + 1, 0

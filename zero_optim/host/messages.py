@@ -13,13 +13,23 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from zero_optim.host.channel import Act, HostWork, Incoming, Message, Outgoing, Part, Then
+from zero_optim.host.channel import (
+    ADDENDS,
+    ROWS,
+    SUMS,
+    Act,
+    HostWork,
+    Incoming,
+    Message,
+    Outgoing,
+    Part,
+    Then,
+)
 from zero_optim.host.shared_memory import SharedMemory
 
 # Adds pieces up, by rank, into ``total``, which is this rank's piece, or another place.
 Add = Callable[[Sequence[Tensor], int, Tensor], object]
 
-_ROWS, _ADDENDS, _SUMS = range(1, 4)  # kinds of messages
 # Of which a sum has gloo's bits.
 _SUMMED = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
 _GLOO_SEGMENT = 2**20  # bytes that gloo sends at a time
@@ -37,8 +47,8 @@ class OneHost(SharedMemory):
             parts[owner].append((row.nbytes, row.data_ptr()))
         messages = list[Message]()
         for peer, end in self.sending.items():
-            messages.append(Outgoing((end,), _ROWS, parts[self.rank], tag))
-            messages.append(Incoming((self.receiving[peer],), _ROWS, parts[peer], tag, num_heads))
+            messages.append(Outgoing((end,), ROWS, parts[self.rank], tag))
+            messages.append(Incoming((self.receiving[peer],), ROWS, parts[peer], tag, num_heads))
         return self.start(messages, rows, then)
 
     def sum_rows(self, rows: Sequence[Tensor], total: Tensor, add: Add) -> HostWork:
@@ -51,10 +61,10 @@ class OneHost(SharedMemory):
         """As `sum_rows`, with several rows for each rank."""
         messages = list[Message]()
         for peer, end in self.sending.items():
-            messages.append(Outgoing((end,), _ADDENDS, [(row.nbytes, row.data_ptr()) for row in rows[peer]]))
+            messages.append(Outgoing((end,), ADDENDS, [(row.nbytes, row.data_ptr()) for row in rows[peer]]))
         sums = zip(rows[self.rank], totals, strict=True)
         adding = [_adding(self, mine, total, add) for mine, total in sums]
-        messages.append(Incoming(tuple(self.receiving.values()), _ADDENDS, adding))
+        messages.append(Incoming(tuple(self.receiving.values()), ADDENDS, adding))
         return self.start(messages, (rows, totals), then)
 
     def sum_all(self, tensor: Tensor) -> HostWork:
@@ -72,11 +82,11 @@ class OneHost(SharedMemory):
             for message in sums:
                 message.ready = start + count
 
-        messages: list[Message] = [Incoming(tuple(self.receiving.values()), _ADDENDS, [(nbytes, act)])]
+        messages: list[Message] = [Incoming(tuple(self.receiving.values()), ADDENDS, [(nbytes, act)])]
         for peer, end in self.sending.items():
-            messages.append(Outgoing((end,), _ADDENDS, parts[peer]))
-            messages.append(Incoming((self.receiving[peer],), _SUMS, parts[peer]))
-            sums.append(Outgoing((end,), _SUMS, parts[self.rank], ready=0))
+            messages.append(Outgoing((end,), ADDENDS, parts[peer]))
+            messages.append(Incoming((self.receiving[peer],), SUMS, parts[peer]))
+            sums.append(Outgoing((end,), SUMS, parts[self.rank], ready=0))
         return self.start(messages + sums, flat)
 
 
