@@ -220,7 +220,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]  # noqa: ANN401
         """Step what this rank owns, then gather every parameter; all ranks call.
 
-        Communicates one broadcast for each bucket and owner. On return every rank has its new parameters; on
+        Communicates: owners send the rows of each bucket. On return every rank has its new parameters; on
         CUDA with NCCL the current stream waits for them, not the CPU. With `gather_lazily` the modules wait.
 
         Args:

@@ -2,9 +2,9 @@
 
 Note [A new transport]
     `Transport` answers every question about a backend for one device type, as NCCL and unknown backends do. A
-    new one is a subclass, with its name in `TRANSPORTS`; beside it `run`, `comm.agreement` and
-    `compat.autograd` compare names.
-    Collectives that start in another way get a branch in `collectives` or `sending`.
+    new one is a subclass, with its name in `TRANSPORTS`. Names are also compared at the end of this module,
+    in `comm.hosts`, `checkpoint.saving`, `compat.autograd`, `estimate` and `run`. Collectives that start in
+    another way get a branch in `collectives` or `sending`.
 
 Note [Devices of a group]
     A group's name does not tell its backends: "undefined" after a plain ``init_process_group()`` is NCCL on a

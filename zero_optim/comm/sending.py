@@ -1,4 +1,4 @@
-"""Messages between two ranks, and exchanges between all pairs.
+"""Transfers of several messages: between two ranks, between all pairs, gathers of slices, in two levels.
 
 Note [gloo and CUDA]
     gloo's collectives copy CUDA tensors to the host; its `isend` and `irecv` take the pointer for host

@@ -13,9 +13,9 @@ from types import MappingProxyType
 class Operation(Enum):
     """One of the five things that happen to a bucket, in the order in which a moment has them."""
 
-    REDUCE = "reduce"  # its gradients, over the ranks
+    REDUCE = "reduce"  # its gradients, over the ranks; of DTensors rows go to owners
     STEP = "step"  # the rows that this rank owns
-    GATHER = "gather"  # start to send each owner's row to all ranks
+    GATHER = "gather"  # start to send each owner's row to all ranks; of DTensors back to their holders
     WAIT = "wait"  # until the rows have come
     FREE = "free"  # what this rank does not own: parameters after a module, gradients after a reduction
 
@@ -142,7 +142,8 @@ HELD_WHOLE = Schedule(
     Placement.HELD,
     Placement.HELD,
 )
-# Named, for the page and tests. Buckets get theirs by `Engine.run_by`, `reduce_to_owners` and `read_by`.
+# Named, for the page and tests. Buckets that every rank has whole get theirs by `Engine.run_by`, changed by
+# `reduce_to_owners` and `read_by`; those of units and of DTensors have one that never changes.
 RECIPES = MappingProxyType(
     {
         "ZeRO-1": ZERO1,

@@ -16,7 +16,7 @@ NEEDS_SECOND_ORDER = "its step() needs second-order gradients, of backward(creat
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a class with its options tolerates, bit for bit: reasons against it, or None."""
+    """What a class with its options tolerates, bit for bit: texts are reasons against it."""
 
     coupling: str | None = None  # why parameters cannot be stepped by separate optimizers
     in_half: str | None = None  # the same of parameters in half precision
@@ -54,7 +54,7 @@ class Traits:
 
     @property
     def elementwise(self) -> bool:
-        """Whether parameters may be cut into 1-D pieces."""
+        """Whether parameters may be cut into 1-D pieces, to be shown; `cut_rows` tries cuts by rows."""
         return self.separable and self.shape_use is None
 
 

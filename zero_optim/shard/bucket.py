@@ -189,7 +189,7 @@ class Bucket:
             self.forms[index].check(self.params[index])
 
     def fill(self) -> Tensor:
-        """Return the flat tensor with this rank's current row; raises nothing, as other ranks wait."""
+        """Return the flat tensor with this rank's current row; raises nothing here, as other ranks wait."""
         if self._in_flat is not None:
             if self._in_flat.moved():
                 self._in_flat.take_in_moved()

@@ -1,13 +1,15 @@
 """The engine: it owns an optimizer's buckets, and runs for each the row of the table that was chosen for it.
 
-`Engine.on` alone starts the five operations: `_reduce`, `_step`, `_gather`, `_wait` and `_free`. A step of
-DTensors in parts moves each part to its owners and back within `_step` (`iteration.tasks`). All ranks make
+In an iteration `Engine.on` alone starts the five operations: `_reduce`, `_step`, `_gather`, `_wait` and
+`_free`. Beside it a row that changed frees its unit, and building or moving a model gathers by itself. A step
+of DTensors in parts moves each part to its owners and back within `_step` (`iteration.tasks`). All ranks make
 the same calls, in the same order of buckets. Who makes them:
 
 ==============================  ==========================================================================
 moment                          source
 ==============================  ==========================================================================
-before and after modules        hooks of modules: `zero_optim.shard.lazy`, and `ddp.full.in_use` for units
+a module's forward pass         its hooks: `zero_optim.shard.lazy`, and `ddp.full.in_use` for units
+a module's backward pass        hooks of gradients: `ddp.full.in_backward`
 a bucket has all gradients      a gradient's hook, by `ddp.reducer.backward_pass`
 a bucket is reduced             `iteration.overlap`, for the comm hook `zero_step`
 after the backward pass         `iteration.overlap`, and `ddp.full.in_backward`
@@ -60,7 +62,7 @@ class Gathering(Task):
 
     def gather(self, bucket: Bucket) -> Pending[None]:
         """Start the gather of a bucket."""
-        return self._gathers.start(bucket, self.take_header())
+        return self._gathers.start(bucket, None)
 
 
 class Engine:

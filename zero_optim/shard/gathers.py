@@ -1,4 +1,4 @@
-"""Gathers: the owners broadcast their rows of each bucket to all ranks.
+"""Gathers: the owners send their rows of each bucket to all ranks, by broadcasts or equal slices.
 
 Here one is started; `zero_optim.shard.engine` decides when. Functions that take a group or lanes
 communicate; all ranks call them in the same order of buckets.

@@ -32,7 +32,7 @@ class UnitMemory:
         self.is_there = True
 
     def free(self) -> None:
-        """Release the memory after the current stream's work; RuntimeError if it is in shared memory."""
+        """Give the memory to PyTorch's allocator, behind the current stream; RuntimeError if it is shared."""
         storage = self.flat.untyped_storage()
         if self.flat.device.type == "cpu" and storage.is_shared():
             raise RuntimeError(
