@@ -35,8 +35,7 @@ from zero_optim.health.unit_stamps import Purpose
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.gathers import UnitGathers
 from zero_optim.shard.module_calls import Call, ModuleCalls
-from zero_optim.shard.row_bucket import RowBucket, Uncopied
-from zero_optim.shard.wide_bucket import WideBucket
+from zero_optim.shard.row_bucket import RowBucket, Uncopied, WideBucket
 
 if TYPE_CHECKING:
     from zero_optim.ddp.fully_sharded import FullyShardedDataParallel

@@ -17,9 +17,8 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE
 from zero_optim.shard.gathers import start_gather
-from zero_optim.shard.row_bucket import RowBucket
+from zero_optim.shard.row_bucket import RowBucket, WideBucket
 from zero_optim.shard.store import Store
-from zero_optim.shard.wide_bucket import WideBucket
 
 _NAME = "_zero_optim_claim"  # of the attribute
 

@@ -278,6 +278,42 @@ class RowBucket(Uncopied, Bucket):
             param.data = tensor
 
 
+class WideBucket(Bucket):
+    """A `RowBucket` in the owners' dtype, gathered beside its parameters for a state dict or a load."""
+
+    def __init__(self, bucket: RowBucket) -> None:
+        super().__init__(
+            bucket.params,
+            bucket.layout,
+            bucket.rank,
+            f"{bucket.label}, as owners keep it",
+            slices=bucket.slices,
+            dtype=bucket.row.values.dtype,
+            as_views=False,
+        )
+        self.schedule = bucket.schedule
+        self.values: dict[Tensor, Tensor] = {}
+        self.needs_gather = True
+        self._bucket = bucket
+        self._flat: Tensor | None = None
+
+    def fill(self) -> Tensor:
+        """Return the flat tensor with this rank's row; raises as `RowBucket.refresh`."""
+        self._bucket.refresh()
+        self._flat = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
+        self._bucket.row.read(self._flat[self._bucket.row.span])
+        return self._flat
+
+    def receive(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
+        """Set `values` after all rows have come."""
+        self.values = dict(zip(self.params, self.views(flat), strict=True))
+
+    def take_written(self) -> None:
+        """Copy written values into the owners' rows; the parameters are freed."""
+        assert self._flat is not None  # it was filled
+        self._bucket.write_row(self._flat[self._bucket.row.span])
+
+
 @contextmanager
 def left_freed(buckets: Sequence[RowBucket]) -> Iterator[dict[Tensor, KeptRows]]:
     """Have state dicts show parameters as they are; yields this rank's part of each."""
