@@ -1,4 +1,4 @@
-"""The local optimizer: the user's classes over the leaves of this rank."""
+"""The local optimizer: the user's classes over the leaves of this rank, and their states."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -10,13 +10,87 @@ from torch.optim import Optimizer
 from zero_optim.plan.groups import ParamGroup, describe_options, options_of, params_of
 from zero_optim.plan.option_values import OptionKey, Plain, plain
 from zero_optim.plan.pieces import Pieces
+from zero_optim.probe.saved import BESIDE, beside_of, has_own_dict
 from zero_optim.probe.traits import Traits
 from zero_optim.step.built import BuiltOptimizer
-from zero_optim.step.local_states import LocalStates, fill_in
 from zero_optim.step.spec import CutRowsOf, GroupSpec, OptimizerSpec
 
-_STEP = attrgetter("step")
+_STATE, _STEP = attrgetter("optimizer.state"), attrgetter("step")
 _PLAIN = (bool, int, float, complex, str, type(None))
+
+
+class LocalStates:
+    """The states of the optimizers that a `LocalOptimizer` keeps in a list."""
+
+    def __init__(self, built: Sequence[BuiltOptimizer]) -> None:
+        self._built = built
+
+    @property
+    def all(self) -> list[dict[Any, Any]]:
+        """The state of each optimizer: leaf -> entries, and any global entries."""
+        return list(map(_STATE, self._built))
+
+    def replace(self, states: Sequence[dict[Any, Any]]) -> None:
+        """Replace the state of each optimizer."""
+        for built, state in zip(self._built, states, strict=True):
+            built.optimizer.state = state  # type: ignore[assignment]
+
+    def number_of(self, leaf: object) -> int:
+        """Return the index in `all` of a leaf's optimizer; 0 if none."""
+        others = (map(id, params_of(built.optimizer.param_groups)) for built in self._built[1:])
+        return next((number for number, ids in enumerate(others, 1) if id(leaf) in ids), 0)
+
+    def initial(self, groups: list[ParamGroup]) -> dict[Any, Any]:
+        """Return the state of fresh optimizers over all of ``groups``; most classes have none."""
+        state: dict[Any, Any] = {}
+        for built in self._built:
+            own = [groups[number] for number in built.given]
+            fresh = built.spec.build([{**options_of(each), "params": [*each["params"]]} for each in own])
+            state.update(fresh.state)
+        beside = beside_of(fresh) if self.has_own_dict else {}
+        return {**state, BESIDE: beside} if beside else state
+
+    def load(self, groups: list[ParamGroup], state: Mapping[Any, Any], *, exact: bool) -> None:
+        """Replace the state, by leaf, through the classes' ``load_state_dict``; ``exact`` keeps dtypes."""
+        for built in self._built:
+            built.load(groups, state, exact=exact)
+        for built in self._built:
+            for number, own in zip(built.given, built.optimizer.param_groups, strict=True):
+                _fill_in(groups[number], own)
+
+    def remember(self) -> Callable[[], None]:
+        """Return a function that undoes a `load`; copies no tensor."""
+        optimizers = [built.optimizer for built in self._built]
+        saved = [(each, each.state, list(map(dict, each.param_groups))) for each in optimizers]
+
+        def undo() -> None:
+            for optimizer, state, groups in saved:
+                optimizer.state, optimizer.param_groups = state, groups
+
+        return undo
+
+    def check_dicts(self) -> None:
+        """Raise TypeError if a class's state cannot be saved and resumed, as that of many wrappers."""
+        for built in self._built:
+            built.check_saved()
+        names = [built.spec.name for built in self._built if has_own_dict(built.optimizer)]
+        if names and len(self._built) > 1:
+            raise TypeError(
+                f"{names[0]} overrides state_dict(), so its state cannot be saved with that of other classes "
+                "in one optimizer: give it an optimizer of its own"
+            )
+
+    def beside(self) -> dict[str, Any]:
+        """Return what a class saves beside its state, as a global entry: Note [Beside the state]."""
+        beside = beside_of(self._built[0].optimizer) if self.has_own_dict else {}
+        return {BESIDE: beside} if beside else {}
+
+    @property
+    def has_own_dict(self) -> bool:
+        """Whether there is one class, with a ``state_dict`` of its own that can be saved."""
+        traits = self._built[0].traits
+        is_saved = traits is not None and traits.unsaved is None
+        return is_saved and len(self._built) == 1 and has_own_dict(self._built[0].optimizer)
 
 
 class LocalOptimizer:
@@ -47,7 +121,7 @@ class LocalOptimizer:
                 self._built.append(BuiltOptimizer(given, own, is_tried=self._is_tried))
         self._check_saves()
         for public, local in zip(groups, self._groups(), strict=True):
-            fill_in(public, local)
+            _fill_in(public, local)
 
     def take_attributes(self, former: "LocalOptimizer") -> None:
         """Take over attributes with plain values, which users or methods of the classes may have set."""
@@ -213,7 +287,7 @@ class LocalOptimizer:
         if self._steps_parts:
             self.of_group(number).check_parts()
         self._check_saves()
-        fill_in(group, self._groups()[number])
+        _fill_in(group, self._groups()[number])
 
     def drop_groups(self, count: int) -> None:
         """Keep only the first ``count`` groups."""
@@ -239,3 +313,9 @@ def _leaves_of(group: ParamGroup, leaf_of: Mapping[Tensor, Tensor]) -> list[Tens
 
 def _over_leaves(group: ParamGroup, leaf_of: Mapping[Tensor, Tensor]) -> ParamGroup:
     return {"params": _leaves_of(group, leaf_of), **options_of(group)}
+
+
+def _fill_in(public: ParamGroup, local: ParamGroup) -> None:
+    """Give a public group the options that it lacks."""
+    for key, value in options_of(local).items():
+        public.setdefault(key, value)

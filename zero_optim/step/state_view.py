@@ -16,7 +16,7 @@ from torch import Tensor
 from zero_optim.plan.pieces import Pieces, owned_by_text
 from zero_optim.step.averages import EMA, WeightAverage
 from zero_optim.step.leaves import MASTER, Leaves
-from zero_optim.step.local_states import LocalStates
+from zero_optim.step.local import LocalStates
 
 States = Sequence[MutableMapping[Any, Any]]
 _NONE = object()
