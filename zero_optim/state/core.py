@@ -26,11 +26,10 @@ from zero_optim.shard.store import Store
 from zero_optim.state.moving import CutState, RowMap
 from zero_optim.state.options import PlanInputs
 from zero_optim.state.snapshot import Snapshot
-from zero_optim.step.gradient_sample import GradientSamples
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.partial import PartialGradient
 from zero_optim.step.state_view import OwnedEntries
-from zero_optim.step.unreduced import UnreducedParams, compare_unreduced
+from zero_optim.step.unreduced import GradientSamples, UnreducedParams, compare_unreduced
 
 
 @dataclass(eq=False)

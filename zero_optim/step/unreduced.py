@@ -3,19 +3,26 @@
 Note [Unreduced gradients]
     A reducer knows which gradients it did not reduce; a parameter that no reducer has is reduced by nobody.
     The user may average those by hand, so ``step()`` compares them between ranks.
+
+Note [Gradients that nobody averaged]
+    PyTorch's DDP does not say which gradients it reduced. So each step reads an element of the next two (some
+    5 µs), and the stamp's digest tells whether ranks read the same; on an accelerator, in the next step.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import Tensor
 
 from zero_optim.comm.agreement import agree
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.wire import memory_of
-from zero_optim.plan.groups import names_text
+from zero_optim.compat.streams import HostCopy, is_asynchronous
+from zero_optim.health.stamps import Sampled
+from zero_optim.plan.groups import ParamGroup, names_text, params_of, short_names
 from zero_optim.shard.order import digests
 
 if TYPE_CHECKING:
@@ -36,6 +43,8 @@ _NOT_SYNCED = (
     "backward pass before step() through the wrapper and outside of no_sync(), also where the last window "
     "of an accumulation is not full"
 )
+_NUM_READ = 2  # elements a step
+_STRIDE = 2654435761  # spreads the places of elements; a prime
 
 
 class FrozenParams:
@@ -139,3 +148,34 @@ def compare_unreduced(
             for name, grad in grads.items()
         ]
         agree(group, items, "gradients that no backward pass has reduced", {"gradient": hint})
+
+
+class GradientSamples:
+    """Reads elements of gradients, of others in each step, and of the same on every rank."""
+
+    def __init__(self) -> None:
+        self._number = 0  # of steps
+        self._named: list[tuple[str, Tensor]] = []
+        self._copies: list[tuple[str, HostCopy]] = []  # of the last step, on an accelerator
+
+    def take(
+        self, groups: Sequence[ParamGroup], num_params: int, read: Callable[[HostCopy], Tensor]
+    ) -> Sampled:
+        """Return elements of some gradients by parameter; ``read`` waits for those of the last step."""
+        if len(self._named) != num_params:
+            self._named = list(zip(short_names(groups), params_of(groups), strict=True))
+        earlier, self._copies = self._copies, []
+        sampled: Sampled = {name: str(read(copy).item()) for name, copy in earlier}
+        number, self._number = self._number, self._number + 1
+        for index in {(number * _NUM_READ + place) % len(self._named) for place in range(_NUM_READ)}:
+            name, param = self._named[index]
+            grad = param.grad
+            if type(grad) is not Tensor or grad.layout is not torch.strided or not grad.numel():
+                sampled[name] = None  # no gradient, a part of one, or a sparse one
+                continue
+            element = grad.detach()[tuple(number * _STRIDE % size for size in grad.shape)]
+            if is_asynchronous(grad.device):
+                self._copies.append((name, HostCopy(element)))
+            else:
+                sampled[name] = str(element.item())
+        return sampled
