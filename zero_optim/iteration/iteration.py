@@ -241,7 +241,7 @@ class Iteration:
                 )
             core.check_gradients()
             if self.joins.under_way:  # where gradients are whole
-                self.joins.note_clip(str(arguments))
+                self.joins.clips.append(str(arguments))
                 return clip_alone(core.params, arguments)
         except (RuntimeError, ValueError, TypeError) as failure:
             if self.joins.under_way and self.joins.announce():

@@ -98,7 +98,7 @@ def new_sharding(inputs: PlanInputs, group: RankGroup) -> Sharding:
     """Make the owners, still none."""
     of = inputs.options
     sharding = Sharding(group, of.parameters_as_bucket_view, of.bucket_cap_mb, store=inputs.store)
-    sharding.hold(row_pieces(inputs.held))
+    sharding.held.update(row_pieces(inputs.held))
     return sharding
 
 
@@ -153,7 +153,7 @@ def add_group(core: Core, group: dict[str, Any]) -> None:
             names = short_names(core.groups)[len(params_of(core.groups[:before])) :]
             held = held_among(list(zip(names, group["params"], strict=True)), core.group)
             inputs.held.update(held)
-            sharding.hold(row_pieces(held))
+            sharding.held.update(row_pieces(held))
             core.group.check_serves([param for param in group["params"] if param not in held])
             own = GroupOptions.taken_from(new, owned.local.default, inputs.options)
             own.check_dtypes(new, owned.leaves.stepped_dtype)

@@ -103,7 +103,9 @@ def whole_state(core: Core) -> dict[Any, Any]:
                 state[param][name] = as_dtensor(rows, param, param.shape)
             else:
                 state[param][name] = map_tensors(value, partial(move, index))
-    core.owned.leaves.held.note_state(state)
+    names = core.owned.leaves.held.names
+    names.clear()
+    names.update((param, list(entries)) for param, entries in state.items() if is_dtensor(param))
     return {**state, **merged}
 
 
