@@ -49,12 +49,11 @@ class Iteration:
         if self._overlap is not None and self._finish_overlapped(self._overlap, optimizer, kwargs):
             return loss
         try:
-            is_ready = self._ready_gradients(optimizer, failure, shared, in_join)
+            if not self._ready_gradients(optimizer, failure, shared, in_join):
+                return loss
         except BaseException as error:
             core.engine.report_to_replicas(error)
             raise
-        if not is_ready:
-            return loss
         result = self._step_rows(shared, in_join, **kwargs)
         return loss if result is None else result
 
@@ -248,10 +247,8 @@ class Iteration:
                 exchange(core.group, Status.NOTHING, failure=failure)
             raise
         with core.group.doing("clip_grad_norm_()"):
-            params, pieces = core.params, core.piece_list()
-            if held := core.inputs.held:  # in chunks of the dimension that is cut
-                pairs = zip(params, pieces, strict=True)
-                pieces = [held[param].pieces if param in held else own for param, own in pairs]
+            params, held = core.params, core.inputs.held  # these in chunks of the dimension that is cut
+            pieces = [held[p].pieces if p in held else core.sharding.pieces[p] for p in params]
             if self._norm_slots is None or not self._norm_slots.are_of(pieces):
                 self._norm_slots = NormSlots(pieces, core.group.rank, core.group.size)
             return clip_together(core.group, params, self._norm_slots, arguments)

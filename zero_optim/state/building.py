@@ -1,19 +1,17 @@
 """Build an optimizer's parts and add groups: plan, agree, build; all ranks call."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from zero_optim.comm.agreement import answering_together, failing_together
+from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import agree_between_replicas
 from zero_optim.dtensor.held_bucket import make_held_buckets
 from zero_optim.dtensor.placement import held_among, row_pieces
 from zero_optim.plan.groups import ParamGroup, describe_options, params_of, short_names
-from zero_optim.plan.pieces import Piece
 from zero_optim.plan.plan import Plan, describe_owners, describe_params
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.lazy import LazyGather, check_reader
@@ -24,7 +22,6 @@ from zero_optim.state.core import Core
 from zero_optim.state.options import GroupOptions, GroupReader, Params, PlanInputs, ShardingOptions
 from zero_optim.step.averages import WeightAverage
 from zero_optim.step.leaves import Leaves
-from zero_optim.step.local import LocalOptimizer
 from zero_optim.step.owned import OwnedState
 from zero_optim.step.spec import GroupSpec, OptimizerSpec
 
@@ -78,8 +75,7 @@ def build(
     for bucket in held_buckets:
         bucket.fetch()
     with failing_together(everyone):
-        local_over = partial(own.local_over, groups)
-        owned = new_owned(group, leaves, average, pieces, local_over)
+        owned = OwnedState(group, leaves, average, pieces, partial(own.local_over, groups))
     # Now that no leaf holds the memory that parameters leave.
     engine = Engine()
     engine.bind(group, options.own_options)
@@ -123,21 +119,6 @@ def planned(
     why_whole = partial(own.why_whole, earlier, groups[before:], leaves.cut_rows)
     may_cut = any(each.may_cut for each in own.specs)
     return sharding.plan(groups, own.costs, before, about, why_whole if may_cut else None)
-
-
-def new_owned(
-    group: RankGroup,
-    leaves: Leaves,
-    average: WeightAverage,
-    pieces: Mapping[Tensor, Piece],
-    local_over: Callable[[dict[Tensor, Tensor]], LocalOptimizer],
-) -> OwnedState:
-    """Build this rank's owned state; all ranks call."""
-    with answering_together(group) as answers:
-        local = local_over({param: leaves.add(param, piece) for param, piece in pieces.items()})
-        answers.extend(local.answers())
-    local.combine(answers)
-    return OwnedState(leaves, average, local, pieces)
 
 
 def add_group(core: Core, group: dict[str, Any]) -> None:

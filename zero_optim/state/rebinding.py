@@ -28,11 +28,12 @@ from zero_optim.plan.pieces import Piece, Pieces, num_rows
 from zero_optim.plan.plan import describe_params
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.store import Store
-from zero_optim.state.building import new_leaves, new_owned, new_sharding, planned
+from zero_optim.state.building import new_leaves, new_sharding, planned
 from zero_optim.state.core import Core
 from zero_optim.state.moving import RowMap, move, sent_by
 from zero_optim.state.options import GroupOptions, PlanInputs
 from zero_optim.step.local import LocalOptimizer
+from zero_optim.step.owned import OwnedState
 
 _GO_BACK = (
     "Go back to a checkpoint, on all ranks: rebind(keep_state=False), then zero_optim.checkpoint.load()"
@@ -171,7 +172,7 @@ def _go_over(core: Core, group: RankGroup, inputs: PlanInputs, *, keep_state: bo
         built.check_cuts(groups, new.cut_rows, pieces)  # options may have changed, and what is cut
         return built
 
-    owned = new_owned(group, new, average, sharding.owned(params, plan), local_over)
+    owned = OwnedState(group, new, average, sharding.owned(params, plan), local_over)
     if holders:
         of_params = {params[index]: entries for index, entries in state.items()}
         owned.load({**of_params, **everywhere}, groups, exact=True, everyone=group)()

@@ -20,6 +20,7 @@ from zero_optim.step.spec import Closure, GroupSpec
 from zero_optim.step.state_view import OwnedStateView
 
 T = TypeVar("T")
+LocalOver: TypeAlias = Callable[[dict[Tensor, Tensor]], LocalOptimizer]  # over leaves, by parameter
 Gradients: TypeAlias = Mapping[Tensor, Tensor | None]  # whole ones; None leaves a parameter alone
 
 
@@ -28,17 +29,24 @@ class OwnedState:
 
     def __init__(
         self,
+        ranks: RankGroup,
         leaves: Leaves,
         average: WeightAverage,
-        local: LocalOptimizer,
-        owned: Iterable[Tensor],
+        owned: Mapping[Tensor, Piece],
+        local_over: LocalOver,  # all ranks call
     ) -> None:
-        self.local = local
         self.average = average
         self.leaves = leaves
-        average.add(owned)
-        leaves.release()
         self.shown: OwnedStateView  # what users see as the state, by `show`
+        self._build(ranks, owned, local_over)
+
+    def _build(self, ranks: RankGroup, owned: Mapping[Tensor, Piece], local_over: LocalOver) -> None:
+        with answering_together(ranks) as answers:
+            self.local = local_over({param: self.leaves.add(param, piece) for param, piece in owned.items()})
+            answers.extend(self.local.answers())
+        self.local.combine(answers)
+        self.average.add(owned)
+        self.leaves.release()
 
     def show(self, wait: Callable[[], None], pieces: Mapping[Tensor, Pieces]) -> OwnedStateView:
         """Return a view of the state; ``wait`` runs before a write to it."""
@@ -111,18 +119,17 @@ class OwnedState:
     ) -> None:
         """Add the owned part of a group on all ranks, or none; raises any rank's error; all ranks call."""
         before = self.local.num_groups
+
+        def local_over(leaf_of: dict[Tensor, Tensor]) -> LocalOptimizer:
+            self.local.add_group(group, given, leaf_of)
+            return self.local
+
         try:
-            with answering_together(ranks) as answers:
-                leaf_of = {param: self.leaves.add(param, piece) for param, piece in owned.items()}
-                self.local.add_group(group, given, leaf_of)
-                answers.extend(self.local.answers())
-            self.local.combine(answers)
+            self._build(ranks, owned, local_over)
         except Exception:
             self.local.drop_groups(before)
             self.leaves.drop(owned)
             raise
-        self.leaves.release()
-        self.average.add(owned)
 
     def load(
         self, owned: Mapping[Any, Any], groups: list[ParamGroup], *, exact: bool, everyone: RankGroup
