@@ -63,8 +63,6 @@ def build(
     if registration.everyone is not None:  # replicas of a mesh have equal optimizers
         described = [*describe_params(groups), *describe_options(groups), *about]
         agree_between_replicas(registration.everyone, [*described, *describe_owners(groups, plan)])
-    inputs.costs.update(zip(every, plan.costs, strict=True))
-    pieces = sharding.owned(every, plan)
     with failing_together(everyone):
         former = registration.all_buckets if registration.is_open else []
         buckets = sharding.maker.make_rows(group, every, plan, former)
@@ -75,15 +73,13 @@ def build(
     for bucket in held_buckets:
         bucket.fetch()
     with failing_together(everyone):
-        owned = OwnedState(group, leaves, average, pieces, partial(own.local_over, groups))
-    # Now that no leaf holds the memory that parameters leave.
+        local_over = partial(own.local_over, groups)
+        owned = OwnedState(group, leaves, average, sharding.owned(every, plan), local_over)
     engine = Engine()
     engine.bind(group, options.own_options)
-    engine.add([*sharding.add(every, plan, short_names(groups)), *held_buckets])
-    for bucket in held_buckets:
-        bucket.release()
+    core = Core(inputs, group, engine, sharding, owned, groups)
+    core.add(every, plan, held_buckets)  # now that no leaf holds the memory that parameters leave
     callback = registration.hand_over(buckets, group, every)
-    core = Core(inputs, group, engine, sharding, owned, groups, held_buckets)
     core.show_state()
     if read_by is not None:
         LazyGather(read_by, engine)
@@ -144,11 +140,7 @@ def add_group(core: Core, group: dict[str, Any]) -> None:
         for bucket in buckets:
             bucket.fetch()
         owned.add_group(core.group, group, own.specs[0], sharding.owned(group["params"], plan))
-        for bucket in buckets:
-            bucket.release()
-        inputs.costs.update(zip(group["params"], plan.costs, strict=True))
-        core.engine.add([*sharding.add(group["params"], plan, names), *buckets])
-        core.held_buckets.extend(buckets)
+        core.add(group["params"], plan, buckets)
     except Exception:
         for param in [param for each in core.groups[before:] for param in each["params"]]:
             inputs.held.pop(param, None)

@@ -19,7 +19,7 @@ from zero_optim.dtensor.held_bucket import HeldBucket
 from zero_optim.health.stamps import Call
 from zero_optim.plan.groups import ParamGroup, have_members, names_text, param_names, params_of, short_names
 from zero_optim.plan.pieces import Pieces, is_whole, owned_by_text, piece_of
-from zero_optim.plan.plan import describe_params
+from zero_optim.plan.plan import Plan, describe_params
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.store import Store
@@ -107,6 +107,15 @@ class Core:
         self.refresh()
         self.check_cuts(self.groups)
         self.follow_state()
+
+    def add(self, params: Sequence[Tensor], plan: Plan, held: Sequence[HeldBucket] = ()) -> None:
+        """Put the last parameters, which this rank steps by now, into the buckets of their plan."""
+        for bucket in held:
+            bucket.release()
+        self.inputs.costs.update(zip(params, plan.costs, strict=True))
+        names = short_names(self.groups)[len(self.params) - len(params) :]
+        self.engine.add([*self.sharding.add(params, plan, names), *held])
+        self.held_buckets.extend(held)
 
     def call(self, name: str, failure: BaseException | None = None) -> Call:
         """Describe a call for stamps, with its exception on this rank."""

@@ -23,7 +23,7 @@ from zero_optim.comm.agreement import agree, check_flags, failing_together, take
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import ranks_by_value, ranks_text
 from zero_optim.errors import LostStateError, RankMismatchError
-from zero_optim.plan.groups import ParamGroup, names_text, options_of, param_names, short_names, with_options
+from zero_optim.plan.groups import ParamGroup, names_text, options_of, param_names, with_options
 from zero_optim.plan.pieces import Piece, Pieces, num_rows
 from zero_optim.plan.plan import describe_params
 from zero_optim.shard.bucket import Bucket
@@ -184,7 +184,7 @@ def _go_over(core: Core, group: RankGroup, inputs: PlanInputs, *, keep_state: bo
         for index, entries in values.items():
             owned.leaves.rows(params[index]).copy_(entries[_VALUES])
     core.engine.bind(group, inputs.options.own_options)
-    core.engine.add(sharding.add(params, plan, short_names(groups)))
+    core.add(params, plan)
 
 
 def _shared(
