@@ -52,8 +52,7 @@ def build(
             inputs = PlanInputs(options, registration.store, held)
             if held:
                 options.check_held(read_by)
-            sharding = new_sharding(inputs, group)
-            leaves, average = new_leaves(inputs)
+            sharding, leaves, average = new_parts(inputs, group)
             own = GroupOptions.taken_from(groups, default, options)
             about = [f"optimizer {default.describe()}", *options.describe(), *own.describe()]
             about.append(f"gather_lazily={'None' if read_by is None else 'a model'}")
@@ -86,20 +85,14 @@ def build(
     return core, callback
 
 
-def new_sharding(inputs: PlanInputs, group: RankGroup) -> Sharding:
-    """Make the owners, still none."""
-    of = inputs.options
-    sharding = Sharding(group, of.parameters_as_bucket_view, of.bucket_cap_mb, store=inputs.store)
+def new_parts(inputs: PlanInputs, group: RankGroup) -> tuple[Sharding, Leaves, WeightAverage]:
+    """Make the owners, leaves and averages, still none."""
+    of, store = inputs.options, inputs.store
+    sharding = Sharding(group, of.parameters_as_bucket_view, of.bucket_cap_mb, store=store)
     sharding.held.update(row_pieces(inputs.held))
-    return sharding
-
-
-def new_leaves(inputs: PlanInputs) -> tuple[Leaves, WeightAverage]:
-    """Make the leaves and averages, still empty."""
-    store = inputs.store
     home = store.rows if isinstance(store.rows, HostStorage) else None  # of an accelerator's model
-    leaves = Leaves(inputs.options.master_dtype, store.params, home)
-    return leaves, WeightAverage(inputs.options.ema_decay, leaves)
+    leaves = Leaves(of.master_dtype, store.params, home)
+    return sharding, leaves, WeightAverage(of.ema_decay, leaves)
 
 
 def planned(

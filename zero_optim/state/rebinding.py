@@ -28,7 +28,7 @@ from zero_optim.plan.pieces import Piece, Pieces, num_rows
 from zero_optim.plan.plan import describe_params
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.store import Store
-from zero_optim.state.building import new_leaves, new_sharding, planned
+from zero_optim.state.building import new_parts, planned
 from zero_optim.state.core import Core
 from zero_optim.state.moving import RowMap, move, sent_by
 from zero_optim.state.options import GroupOptions, PlanInputs
@@ -158,7 +158,7 @@ def _go_over(core: Core, group: RankGroup, inputs: PlanInputs, *, keep_state: bo
     agree(group, items, "the optimizers to be bound to one group")
     holders, held = _find_holders(core, group, everywhere) if keep_state else ({}, [])
     groups, everywhere = _shared(core, group, holders, everywhere)
-    sharding, (new, average) = new_sharding(inputs, group), new_leaves(inputs)
+    sharding, new, average = new_parts(inputs, group)
     plan = planned(sharding, again, local.compared(groups), leaves, about)
     rows = core.row_map(held, plan.pieces) if holders else None
     state, values = ({}, {}) if rows is None else _moved(core, group, rows, own)
