@@ -66,7 +66,6 @@ class RowBucket(Uncopied, Bucket):
     """A bucket of which this rank keeps its ``row``: Note [Freed in place]. Starts without memory."""
 
     schedule = ZERO3
-    keeps_gather = True
 
     def __init__(
         self,
@@ -152,12 +151,6 @@ class RowBucket(Uncopied, Bucket):
                     setattr(param, DTYPE_AS_KEPT, self.row.values.dtype)
                 param.data = nan
         self._freed.note_versions()
-
-    def write_row(self, values: Tensor) -> None:
-        """Copy a tensor of its length to the row and free the parameters; RuntimeError if pinned."""
-        self.check_unpinned()
-        self.row.write(values)
-        self.mark_changed()
 
     # ------------------------------------------------------------------ steps and writes
 
@@ -308,9 +301,11 @@ class WideBucket(Bucket):
         self.values = dict(zip(self.params, self.views(flat), strict=True))
 
     def take_written(self) -> None:
-        """Copy written values into the owners' rows; the parameters are freed."""
+        """Copy written values into the owners' rows and free the parameters; RuntimeError if pinned."""
         assert self._flat is not None  # it was filled
-        self._bucket.write_row(self._flat[self._bucket.row.span])
+        self._bucket.check_unpinned()
+        self._bucket.row.write(self._flat[self._bucket.row.span])
+        self._bucket.mark_changed()
 
 
 @contextmanager
