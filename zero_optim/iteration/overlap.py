@@ -155,24 +155,21 @@ class Overlap:
 
         with ExitStack() as at_end:
             at_end.push(end)  # with an error too: the other ranks wait for it
-            self._begin(joined=joined, lends=lends)
+            last, self._trained = self.current, []  # parameters may be frozen, or trained again
+            broke_off = last is not None and last.in_backward
+            self.current = OverlappedStep((last.num_passes if last else 0) + (not broke_off), lends)
+            if self._loop_calls_step:
+                self.current.check_passes()
+            under_way = core.engine.under_way
+            if broke_off and under_way.is_unclaimed and not joined:
+                raise RuntimeError(
+                    "the last backward pass failed after part of its step had been taken, and the forward "
+                    "pass after it may have read old and new parameters: call "
+                    "optimizer.wait_for_gathers() before training goes on"
+                )
+            under_way.wait()
             has_begun = True
             core.prepare()
-
-    def _begin(self, *, joined: bool, lends: bool) -> None:
-        last, self._trained = self.current, []  # parameters may be frozen, or trained again
-        broke_off = last is not None and last.in_backward
-        self.current = OverlappedStep((last.num_passes if last else 0) + (not broke_off), lends)
-        if self._loop_calls_step:
-            self.current.check_passes()
-        under_way = self.core.engine.under_way
-        if broke_off and under_way.is_unclaimed and not joined:
-            raise RuntimeError(
-                "the last backward pass failed after part of its step had been taken, and the forward pass "
-                "after it may have read old and new parameters: call optimizer.wait_for_gathers() before "
-                "training goes on"
-            )
-        under_way.wait()
 
     def wait_for_steps(self) -> None:
         """Wait, with the current stream, for steps on another thread or stream."""
