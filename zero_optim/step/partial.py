@@ -112,9 +112,7 @@ class PartialGradient(Tensor):
         self._refuse("share_memory_")
 
     def _with(self, piece: Tensor | None) -> "PartialGradient":
-        gradient = PartialGradient(self, self._pieces, piece, self._name, comes=self._comes)
-        gradient.agree = self.agree
-        return gradient
+        return PartialGradient(self, self._pieces, piece, self._name, comes=self._comes, agree=self.agree)
 
     def drop(self) -> None:
         """Set ``param.grad`` to None, so that autograd begins anew."""
