@@ -23,7 +23,6 @@ from zero_optim.probe.subject import from_hashable, to_hashable
 from zero_optim.probe.trials import TrialRecord, TrialRun, Variant, first_line_of
 
 _ABSENT = object()
-_ENLARGED = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class Entry:
             now, is_tensor = held[key], isinstance(value, Tensor)
             held[key] = torch.as_tensor(now, dtype=value.dtype) if is_tensor else type(value)(now)
         elif enlarges and _number(value) is not None:
-            held[key] = (value + 1) * _ENLARGED
+            held[key] = (value + 1) * 2**20
         elif self.other is _ABSENT:
             held.pop(key, None)
         else:

@@ -19,8 +19,6 @@ from zero_optim.plan.plan import ALIGNMENT_NBYTES
 
 Shape: TypeAlias = tuple[int, ...]
 
-# Above any clipping threshold or damping constant in use; its square is far from overflow.
-_HUGE = 1e4
 # (parameter, step) without a gradient: one, a whole group, and that with the huge gradient.
 _GAPS = frozenset({(1, 3), (1, 5), (3, 5), (5, 5), (0, 6)})
 # Some classes factor or quantize state from some size on: 128 rows, or 4096 elements that fill blocks. What
@@ -41,7 +39,7 @@ class Feed:
     num_steps: int = 9
     dtype: torch.dtype = torch.float32
     second: torch.dtype | None = None  # of every other parameter of a group
-    huge: float = _HUGE
+    huge: float = 1e4  # above any clipping threshold or damping constant; its square is far from overflow
 
     def of_one(self, *shapes: Shape, num_steps: int | None = None) -> "Feed":
         """Return a feed of these shapes alone, without gaps."""

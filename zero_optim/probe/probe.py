@@ -42,7 +42,6 @@ _SEVERAL_LARGE = ((128, 32), (64, 128))
 # Of the trials for the shapes of state. Distinct sizes, so that no other tensor has the shape by chance.
 _SIZES = (5, 3, 7, 2, 4, 6)
 _LARGE_SIZES = (128, 34, 3, 2, 5, 7)
-_LARGE_VECTOR = (4352,)
 
 
 def probe(subject: OptimizerUnderTest) -> Traits:
@@ -69,7 +68,7 @@ def state_entries(subject: OptimizerUnderTest, num_dims: int) -> dict[str, bool]
         shapes = [_SIZES[:num_dims], _LARGE_SIZES[:num_dims]]
         if num_dims == 1:  # a large vector only then: Shampoo would take minutes
             differs = entries_of(_SIZES[:2], group) != entries_of(_LARGE_SIZES[:2], group)
-            shapes[1:] = [_LARGE_VECTOR] if differs else []
+            shapes[1:] = [(4352,)] if differs else []
         tried += [entries for shape in shapes if (entries := entries_of(shape, group))]
     return {name: all(entries.get(name) for entries in tried) for entries in tried for name in entries}
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from zero_optim.plan.groups import ParamGroup
 
-Builder: TypeAlias = Callable[..., Optimizer]
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Options that choose an implementation; some need an accelerator.
@@ -122,7 +121,7 @@ class OptimizerUnderTest:
 
 
 def under_test(
-    build: Builder, options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]] = ()
+    build: Callable[..., Optimizer], options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]] = ()
 ) -> OptimizerUnderTest:
     """Make options hashable, including those of functools.partial."""
     function = getattr(build, "func", None)

@@ -30,12 +30,12 @@ from zero_optim.shard.places import is_freed
 from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.store import BucketMaker, Store
 
-_DIFFERS_ON_PURPOSE = (
-    "If that is meant to differ, do not pass it: give a function as optimizer_class that finds it out when "
-    "called, such as `def build(params, **options): return MyClass(params, rank=dist.get_rank(), **options)`"
-)
 # Advice for a difference in options, by the first word of the differing item.
-_HINTS = {"optimizer": _DIFFERS_ON_PURPOSE, "group": _DIFFERS_ON_PURPOSE}
+_HINTS = dict.fromkeys(
+    ("optimizer", "group"),
+    "If that is meant to differ, do not pass it: give a function as optimizer_class that finds it out when "
+    "called, such as `def build(params, **options): return MyClass(params, rank=dist.get_rank(), **options)`",
+)
 
 
 # This rank's reason, for each parameter, why ranks may not own these pieces of it, or None.

@@ -38,7 +38,6 @@ from zero_optim.step.owned import OwnedState
 _GO_BACK = (
     "Go back to a checkpoint, on all ranks: rebind(keep_state=False), then zero_optim.checkpoint.load()"
 )
-_MOST_NAMED = 5  # parameters in a message
 _VALUES = "values"  # of a parameter, moved as an entry of state
 
 
@@ -134,7 +133,7 @@ def _pieces_of(core: Core, holders: Mapping[int, Any]) -> list[Pieces]:
             lost.append(name)
     if lost:
         raise LostStateError(
-            f"no rank of the new group has the state of {names_text(lost, _MOST_NAMED)}: the rank that "
+            f"no rank of the new group has the state of {names_text(lost, most=5)}: the rank that "
             f"owned it is not a member. {_GO_BACK}"
         )
     return list(map(tuple, of_param))
