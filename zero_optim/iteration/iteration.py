@@ -21,7 +21,6 @@ from zero_optim.state import rebinding
 from zero_optim.state.core import Core
 from zero_optim.step.clip import ClipArguments, NormSlots, clip_alone, clip_together
 from zero_optim.step.join import Scaling, Status, drop_scale, exchange, ranks_that
-from zero_optim.step.owned import Gradients
 
 T = TypeVar("T")
 
@@ -64,21 +63,15 @@ class Iteration:
             core.sample_gradients()
         work = partial(core.owned.step, core.groups, shared, None, **kwargs)
         some = partial(core.owned.step, core.groups, None, **kwargs) if core.inputs.held else None
-        result = self._change("step()", work, None if shared is None else shared.finish, some)
+        after_work = None if shared is None else shared.finish
+        result = self._run(StepTask(core, "step()", work, after_work, some))
         if in_join:
             self.joins.end_step()
         return result
 
-    def _change(
-        self,
-        name: str,
-        work: Callable[[], T],
-        after_work: Callable[[], None] | None = None,
-        work_on: Callable[[Gradients], T] | None = None,
-    ) -> T:
-        """Change this rank's parameters in ``work``, then gather; ``after_work`` also after an error."""
+    def _run(self, task: StepTask[T]) -> T:
+        """Change this rank's parameters, then gather."""
         engine = self._core.engine
-        task = StepTask(self._core, name, work, after_work, work_on)
         try:
             engine.on(Moment.STEP, engine.buckets, task)
         except BaseException as error:
@@ -203,7 +196,7 @@ class Iteration:
         def call(*args: object, **kwargs: object) -> Any:  # noqa: ANN401 - what the class returns
             core.check_attached()
             work = partial(core.owned.local.call, core.groups, matches, *args, **kwargs)
-            return self._change(f"{name}()", partial(core.owned.run, work))
+            return self._run(StepTask(core, f"{name}()", partial(core.owned.run, work)))
 
         return call
 
