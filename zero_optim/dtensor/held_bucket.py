@@ -69,7 +69,7 @@ class HeldBucket(Bucket):
         layout = whole([param.numel() for param in params], owners or [0] * len(params))
         super().__init__(params, layout, group.rank, as_views=False)
         self.schedule = HELD_ROWS if owners is None else HELD_WHOLE
-        self.names, self._group, self._leaves = names, group, leaves
+        self.names, self._leaves = names, leaves
         self._moves: RowMoves | None = None
         self.coming: Pending[tuple[list[bytes], list[Whole]]] | None = None  # to owners
         self._grads: list[Tensor | None] = [None] * len(params)
