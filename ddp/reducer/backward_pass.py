@@ -1,4 +1,11 @@
-"""One backward pass: counts gradients, launches buckets, records failures."""
+"""One backward pass: counts gradients, launches buckets, records failures.
+
+Note [Streams of a backward pass]
+    A parameter's hook runs on the stream on which the forward pass first used the parameter, so gradients of
+    a bucket may come on several. The hook that copies small ones, or launches the bucket, waits for all of
+    them, and records its use. Each stream first waits for the beginning of the pass. The engine has the
+    stream of ``backward()`` wait for all others. Events are recorded when the stream changes.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -8,14 +15,14 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
-from zero_optim.compat.streams import is_asynchronous, record_use
+from zero_optim.compat import streams
+from zero_optim.compat.streams import is_asynchronous
 from zero_optim.ddp.reducer import report
 from zero_optim.ddp.reducer.assignment import BucketAssignment, History, ReducerOptions
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.graph import accumulates
 from zero_optim.ddp.reducer.reduction import Launch, Launched
 from zero_optim.ddp.reducer.report import FailureNotes, FailureReport
-from zero_optim.ddp.reducer.stream_order import StreamOrder
 from zero_optim.flow.schedule import Moment
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.task import Task
@@ -27,6 +34,43 @@ class Phase(Enum):
     RUNNING = "gradients come, and full buckets are launched"
     BROKEN_OFF = "an exception has ended it, and the other ranks have not been told"
     ENDING = "the rest is launched, and the results are handed out"
+
+
+class StreamOrder:
+    """Makes a bucket wait for the streams of its gradients. Made where the pass begins, on its stream."""
+
+    def __init__(self, device: torch.device, num_buckets: int) -> None:
+        self._device = device
+        self._begun = streams.recorded_event(device)
+        self._behind_begin = [streams.current_stream(device)]  # streams that come behind the beginning
+        self._last: list[streams.Stream | None] = [None] * num_buckets  # by bucket, the stream used last
+        self._others: list[dict[streams.Stream, streams.Event]] = [{} for _ in range(num_buckets)]
+
+    def came(self, number: int) -> None:
+        """Note, before its copy, that a gradient of a bucket has come on the current stream."""
+        stream = streams.current_stream(self._device)
+        if stream == self._last[number]:
+            return
+        if stream not in self._behind_begin:
+            streams.wait_for_event(self._device, self._begun)
+            self._behind_begin.append(stream)
+        last, self._last[number] = self._last[number], stream
+        others = self._others[number]
+        others.pop(stream, None)  # what this stream was given before comes first anyway
+        if last is not None:
+            with streams.using_stream(self._device, last):
+                others[last] = streams.recorded_event(self._device)
+
+    def join(self, number: int) -> bool:
+        """Make the current stream wait for the others of a bucket; return whether there were any."""
+        self.came(number)
+        others = self._others[number]
+        if not others:
+            return False
+        for event in others.values():
+            streams.wait_for_event(self._device, event)
+        self._others[number] = {}
+        return True
 
 
 class BackwardPass(Task):
@@ -101,9 +145,9 @@ class BackwardPass(Task):
             return
         self.order.append(index)
         bucket, slot = self._places[index]
-        number, streams = bucket.number, self._streams
-        if streams is not None:
-            streams.came(number)
+        number, order = bucket.number, self._streams
+        if order is not None:
+            order.came(number)
         if slot in bucket.large_slots:
             with self.held_up:
                 bucket.take_one(slot, self._divisor)
@@ -111,7 +155,7 @@ class BackwardPass(Task):
             pending = bucket.pending
             pending.append(slot)
             if len(pending) >= bucket.batch_length:
-                if streams is not None and streams.join(number):
+                if order is not None and order.join(number):
                     bucket.record_use(pending)
                 with self.held_up:
                     bucket.take_pending(self._divisor)
@@ -261,7 +305,7 @@ class BackwardPass(Task):
             for slot, index in enumerate(bucket.indices if self._set_aside else ()):
                 if unused[index] and index in self._set_aside:
                     bucket.views[slot].copy_(self._set_aside[index])
-                    record_use(self._set_aside[index])
+                    streams.record_use(self._set_aside[index])
 
 
 class PassWithGraph(BackwardPass):
