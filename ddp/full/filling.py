@@ -175,7 +175,8 @@ class UnitFiller:
         else:
             self.init(module)
         for _, own_name, tensor in own_tensors(module):
-            if tensor in new and _shows_nothing(tensor):
+            bears_nan = tensor.is_floating_point() or tensor.is_complex()
+            if tensor in new and bears_nan and tensor.numel() and tensor.isnan().all():
                 what = "its reset_parameters()" if self.init is None else "init"
                 raise ValueError(
                     f"{name}{'.' if name else ''}{own_name} has no values after {what} of its module, a "
@@ -183,8 +184,3 @@ class UnitFiller:
                 )
         for param, values in before.items():
             param.data = values
-
-
-def _shows_nothing(tensor: Tensor) -> bool:
-    is_nan = tensor.is_floating_point() or tensor.is_complex()
-    return is_nan and tensor.numel() > 0 and bool(tensor.isnan().all())

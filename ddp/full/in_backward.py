@@ -19,7 +19,6 @@ from zero_optim.ddp.full.unit import Unit, UnitOperations, UnitOrder, UnitUse
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.reducer.backward_pass import BackwardPass
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
-from zero_optim.ddp.reducer.graph import on_gradient
 from zero_optim.ddp.reducer.inbox import weakly, when_backward_ends
 from zero_optim.flow.schedule import Moment, Operation
 from zero_optim.health.unit_stamps import Purpose
@@ -87,7 +86,7 @@ class UnitsInBackward:
 
     def __init__(self, operations: UnitOperations) -> None:
         self._operations = operations
-        self._order = UnitOrder()
+        self.order = UnitOrder()
         self._waiting: dict[int, list[Unit]] = {}  # by the index of a parameter
         for unit in operations.units:
             for index in unit.waits_for:
@@ -100,21 +99,6 @@ class UnitsInBackward:
         self.launches: LaunchOrder | None = None  # needed where ranks may use different parameters
         if reducer.options.may_be_unused:
             self.launches = LaunchOrder(self._operations.units, reducer.assignment.buckets)
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a backward pass has come to a unit, and has not ended."""
-        return self._order.is_under_way
-
-    # ------------------------------------------------------------------ in a forward pass
-
-    def expect(self, unit: Unit, tensors: Sequence[Tensor], place: int) -> None:
-        """Make a unit whole when the gradient of an output is there, of the call that ends at a place."""
-        for tensor in tensors:
-            if tensor.grad_fn is not None:
-                on_gradient(tensor, partial(self.reached, unit.number, place, unit.use))
-
-    # ------------------------------------------------------------------ in a backward pass
 
     def _output_reached(
         self, number: int, place: int | None = None, use: UnitUse | None = None, _: Tensor | None = None
@@ -142,15 +126,15 @@ class UnitsInBackward:
 
     def need(self, unit: Unit, place: int | None = None) -> None:
         """Make a unit whole, and fetch the next."""
-        if not self._order.is_under_way:
-            end = partial(weakly(self._end), self._order.begin())
+        if not self.order.is_under_way:
+            end = partial(weakly(self.end), self.order.begin())
             if self.launches is not None:
                 self.launches.begin()
             when_backward_ends(end, partial(end, broke_off=True))
         self._operations.at(Moment.BEFORE_BACKWARD, unit.buckets, Purpose.BACKWARD)
         if self.launches is not None:
             self.launches.reached(unit.number, place)
-        following = self._order.reached(unit)
+        following = self.order.reached(unit)
         if following is not None:
             buckets, gather = following.buckets, Operation.GATHER
             self._operations.at(Moment.BEFORE_BACKWARD, buckets, Purpose.BACKWARD, only=gather)
@@ -163,15 +147,11 @@ class UnitsInBackward:
             if unit.take_gradient(index):
                 self._operations.free_unused([unit])
 
-    def break_off(self) -> None:
-        """End a pass that an exception has ended."""
-        self._end(self._order.now, broke_off=True)
-
-    def _end(self, order: list[Unit], *, broke_off: bool = False) -> None:
+    def end(self, order: list[Unit], *, broke_off: bool = False) -> None:
         """End a backward pass with this order, if it has not ended; after an exception wait for nothing."""
-        if order is not self._order.now or not self._order.is_under_way:
+        if order is not self.order.now or not self.order.is_under_way:
             return
-        self._order.end(broke_off=broke_off)
+        self.order.end(broke_off=broke_off)
         if self.launches is not None:
             self.launches.end()
         for unit in self._operations.units:

@@ -23,6 +23,7 @@ Note [Reads that no output announces]
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,7 @@ from zero_optim.ddp.full.in_backward import UnitsInBackward
 from zero_optim.ddp.full.state_visits import StateVisits
 from zero_optim.ddp.full.unit import Unit, UnitOperations, UnitOrder, UnitValues, buckets_of
 from zero_optim.ddp.owners.owner_reducer import OwnerReducer
-from zero_optim.ddp.reducer.graph import replaced, tensors_in
+from zero_optim.ddp.reducer.graph import on_gradient, replaced, tensors_in
 from zero_optim.flow.schedule import Moment, Operation
 from zero_optim.health.unit_stamps import Purpose
 from zero_optim.shard.engine import Engine
@@ -171,8 +172,9 @@ class UnitsInUse(ModuleCalls, Uncopied):
     def begin_pass(self, args: Any, kwargs: Any) -> Any:  # noqa: ANN401 - the user's
         """Forget what an exception has ended without a hook, as a Ctrl-C does; then the wrapper begins."""
         self._visits.break_off()
-        if self.backward.is_under_way and not in_backward():  # a thread of the engine may not have let go
-            self.backward.break_off()
+        order = self.backward.order
+        if order.is_under_way and not in_backward():  # a thread of the engine may not have let go
+            self.backward.end(order.now, broke_off=True)
         if isinstance(self._reads.user, Call):
             self._reads.end(self._reads.user)
         return self._before(args, kwargs)
@@ -234,7 +236,10 @@ class UnitsInUse(ModuleCalls, Uncopied):
         unit, outermost, stays = self._unit_of[call.module], (self.under_way or [call])[0], False
         order = self._forward[self._unit_of[outermost.module]]
         if torch.is_grad_enabled() and tensors is not None:
-            self.backward.expect(unit, tensors, self.clock)
+            reached = partial(self.backward.reached, unit.number, self.clock, unit.use)
+            for tensor in tensors:
+                if tensor.grad_fn is not None:
+                    on_gradient(tensor, reached)
             stays = not self.under_way or not tensors or self._num_kept is None
             if not stays and self._num_kept:
                 stays = unit in list(dict.fromkeys(reversed(order.before)))[: self._num_kept]
@@ -276,7 +281,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
                 for bucket in wide or buckets_of(held) if request.are_written else ():
                     bucket.take_written()
             finally:
-                if not (self.backward.is_under_way and in_backward()):  # which may need them
+                if not (self.backward.order.is_under_way and in_backward()):  # which may need them
                     self._operations.free_unused(held)
 
     @contextmanager

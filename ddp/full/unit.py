@@ -131,9 +131,8 @@ class UnitTask(Task):
         """If ranks gather different units, free these, and forget all gathers, which may never come."""
         self.awaited, self._is_here = None, False
         if isinstance(error, RankMismatchError):
-            for unit in self._units:
-                for bucket in unit.buckets:
-                    bucket.forget()
+            for bucket in buckets_of(self._units):
+                bucket.forget()
             self._gathers.abandon()
             for each in buckets:
                 each.free()
@@ -191,11 +190,7 @@ class UnitOperations:
 
     def free_unused(self, units: Iterable[Unit], moment: Moment = Moment.AFTER_MODULE) -> None:
         """Free those that nobody needs."""
-        unused: list[RowBucket] = []
-        for unit in units:
-            if not self.num_users(unit):
-                unused += unit.buckets
-        self.at(moment, unused)
+        self.at(moment, [bucket for unit in units if not self.num_users(unit) for bucket in unit.buckets])
 
 
 def buckets_of(units: Iterable[Unit]) -> list[RowBucket]:
