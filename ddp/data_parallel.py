@@ -6,7 +6,7 @@ Only this file and `reducer_adapters` touch private names of that class.
 from collections.abc import Sequence
 from functools import wraps
 from operator import itemgetter
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from zero_optim.comm.agreement import agree, failing_together
-from zero_optim.comm.collectives import RankGroup
+from zero_optim.comm.collectives import RankGroup, Released
 from zero_optim.comm.traffic import Timeout
 from zero_optim.compat import private
 from zero_optim.compat.autograd import eager
@@ -34,13 +34,6 @@ from zero_optim.iteration.joins import refuse_no_sync
 from zero_optim.plan.description import describe_hook
 from zero_optim.shard.engine import Engine
 from zero_optim.step.unreduced import FrozenParams
-
-
-class _Detached:
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python asks for these itself
-            raise AttributeError(name)
-        raise RuntimeError("the wrapper is detached: call its rebind(), on all ranks of the new group")
 
 
 class DistributedDataParallel(ShardedModule, TorchDistributedDataParallel):
@@ -251,7 +244,7 @@ class DistributedDataParallel(ShardedModule, TorchDistributedDataParallel):
         self._comm_hooks = []
         self.require_forward_param_sync = False
         Joinable.__init__(self)  # PyTorch leaves what the last Join set
-        nothing: Any = _Detached()
+        nothing: Any = Released("the wrapper is detached: call its rebind(), on all ranks of the new group")
         self.reducer = self.logger = self.process_group = nothing
 
     def rebind(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -290,4 +283,4 @@ class DistributedDataParallel(ShardedModule, TorchDistributedDataParallel):
 
     @property
     def _is_detached(self) -> bool:
-        return isinstance(getattr(self, "reducer", None), _Detached)
+        return isinstance(getattr(self, "reducer", None), Released)

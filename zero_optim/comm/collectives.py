@@ -60,13 +60,16 @@ _Slice: TypeAlias = tuple[Tensor, Tensor]  # of all ranks, and this rank's, ther
 _Slices: TypeAlias = Sequence[_Slice]
 
 
-class _Released:
-    """The place of a released process group; any use raises."""
+class Released:
+    """The place of something that was released, as a process group; any use raises an error."""
+
+    def __init__(self, error: str) -> None:
+        self._error = error
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # Python asks for these itself
             raise AttributeError(name)
-        raise RuntimeError(RELEASED)
+        raise RuntimeError(self._error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,7 @@ class RankGroup:
 
     def release(self) -> "RankGroup":
         """Return a copy without the process group: communication raises."""
-        nobody: Any = _Released()
+        nobody: Any = Released(RELEASED)
         return replace(self, process_group=nobody, is_released=True)
 
     def during(self, phase: str, *, is_exposed: bool | None = None) -> "RankGroup":
