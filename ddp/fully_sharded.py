@@ -276,6 +276,6 @@ def fully_shard(
 def fully_sharded(module: nn.Module) -> FullyShardedDataParallel:
     """Return the wrapper of a module that `fully_shard` sharded; ValueError if it did not."""
     units = units_at(module)
-    if units is None or units.keepalive is None:
+    if units is None or not isinstance(units.keepalive, FullyShardedDataParallel):
         raise ValueError(f"this {type(module).__name__} was not given to fully_shard()")
     return units.keepalive

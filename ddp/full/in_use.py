@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,9 +46,6 @@ from zero_optim.shard.gathers import UnitGathers
 from zero_optim.shard.module_calls import Call, ModuleCalls
 from zero_optim.shard.places import is_freed
 from zero_optim.shard.row_bucket import RowBucket, Uncopied, WideBucket
-
-if TYPE_CHECKING:
-    from zero_optim.ddp.fully_sharded import FullyShardedDataParallel
 
 
 class SavedReads:
@@ -128,7 +125,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
         self.units = units  # by number
         self._unit_of: dict[nn.Module, Unit] = {}  # of modules whose calls need one
         self._operations = UnitOperations(units, self.under_way, self._unit_of)
-        self.keepalive: FullyShardedDataParallel | None = None  # the wrapper, if it wraps in place
+        self.keepalive: object = None  # the wrapper, if it wraps in place
         self._before, self._after = before, after
         self._num_kept = num_kept
         self._forward = defaultdict[Unit, UnitOrder](UnitOrder)  # by the one whose call is the outermost
@@ -154,7 +151,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
         self._operations.use(engine, gathers)
         self.backward.use(reducer)
 
-    def keep_alive(self, wrapper: "FullyShardedDataParallel") -> None:
+    def keep_alive(self, wrapper: object) -> None:
         """Hold the wrapper of a model that is sharded in place, which nobody else holds."""
         self.keepalive = wrapper
 
