@@ -84,29 +84,27 @@ class _Apply(Uncopied):
                 "hooks off parameters that it converts or moves, or puts others in their place, even if "
                 "nothing changes: do that before wrapping"
             )
-        forms: dict[object, tuple[str, Tensor]] = {}
+        names: dict[tuple[torch.dtype, torch.device], str] = {}  # of the first parameter of a form
         for name, param in self.module.named_parameters():
             if param in self.units:
-                forms.setdefault((kept_dtype(param), param.device), (name, param))
-        for name, tensor in forms.values():
-            _check_unchanged(name, tensor, function)
-
-
-def _check_unchanged(name: str, param: Tensor, function: Function) -> None:
-    for shape in _SHAPES:
-        ones = torch.ones(shape, dtype=kept_dtype(param), device=param.device)
-        with torch.no_grad():
-            applied = function(ones)
-        if applied is not ones:
-            what = f"become {applied.dtype} on {applied.device}"
-            if (applied.dtype, applied.device, applied.stride()) == (ones.dtype, ones.device, ones.stride()):
-                what = "get other values or other memory: write to it inside zero_optim.ddp.unsharded(module)"
-            raise RuntimeError(
-                f"a fully sharded model cannot be converted or moved: {name} is {ones.dtype} on "
-                f"{ones.device} on its owners, and was to {what}. Convert and move the model before it is "
-                "wrapped, on all ranks; or save full_state_dict(model), build a new model, convert it, wrap "
-                "it, and load that"
-            )
+                names.setdefault((kept_dtype(param), param.device), name)
+        for (dtype, device), name in names.items():
+            for shape in _SHAPES:
+                ones = torch.ones(shape, dtype=dtype, device=device)
+                with torch.no_grad():
+                    applied = function(ones)
+                if applied is ones:
+                    continue
+                what = f"become {applied.dtype} on {applied.device}"
+                if (applied.dtype, applied.device, applied.stride()) == (dtype, device, ones.stride()):
+                    what = "get other values or other memory: write to it inside "
+                    what += "zero_optim.ddp.unsharded(module)"
+                raise RuntimeError(
+                    f"a fully sharded model cannot be converted or moved: {name} is {dtype} on {device} on "
+                    f"its owners, and was to {what}. Convert and move the model before it is wrapped, on all "
+                    "ranks; or save full_state_dict(model), build a new model, convert it, wrap it, and load "
+                    "that"
+                )
 
 
 def refuse_shared_memory(model: nn.Module, params: Collection[Tensor]) -> None:
