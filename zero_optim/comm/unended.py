@@ -11,7 +11,6 @@ Note [Sends that nothing ends]
     to `SMALL` bytes save the thread, of some 50 µs: in trials 512 KiB came through, and 1 MiB was forgotten.
 """
 
-import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -88,8 +87,3 @@ def _wait_for_pairs(handle: Paired, is_given_up: Callable[[], bool]) -> bool:
         thread.join(LOOK.total_seconds())
     sent.wait()
     return True
-
-
-def keep_for_ever(group: dist.ProcessGroup) -> None:
-    """Keep a process group until the process ends."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

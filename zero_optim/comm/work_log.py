@@ -12,6 +12,7 @@ Note [Groups that end]
     (`WorkLog.cut_if_failed`), as a caller may keep it.
 """
 
+import ctypes
 import itertools
 import time
 import weakref
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from zero_optim.comm.backends import aborts_of
-from zero_optim.comm.unended import Paired, keep_for_ever, wait_and_poll
+from zero_optim.comm.unended import Paired, wait_and_poll
 from zero_optim.compat.autograd import untraced
 from zero_optim.compat.threads import start_thread_or_run
 from zero_optim.errors import StalledError
@@ -205,7 +206,7 @@ class GroupWorks:
             return True
         group = self.group()
         if group is not None and not isinstance(handle, Paired):
-            keep_for_ever(group)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # until the process ends
         assert self.verdict is not None  # the group was given up, for good
         raise self.verdict.error()
 

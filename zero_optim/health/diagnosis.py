@@ -86,13 +86,6 @@ def ended_ranks(reports: Reports) -> list[int]:
     return [rank for rank, what in reports.items() if what in _GONE]
 
 
-def _without_absent(reports: Reports) -> Reports:
-    """Take absent ranks for ended, unless others have: a connection was closed."""
-    if ended_ranks(reports):
-        return reports
-    return {rank: Presence.NEVER if what is Presence.ABSENT else what for rank, what in reports.items()}
-
-
 def wait_for_each_other(reports: Reports, seconds: float) -> bool:
     """Return whether every rank has waited so long for the others, and for another thing: no wait can end."""
     stuck = [
@@ -158,8 +151,8 @@ def verdict_of(
     mute = {what for what in reports.values() if what in _MUTE}
     takes_long = mute or GAVE_UP in complaint.error  # by a rank that has the reason, and tells
     is_broken = is_closed and seconds > (_LONGEST_END if takes_long else ANSWER_LIMIT)
-    if is_broken:
-        reports = _without_absent(reports)
+    if is_broken and not ended_ranks(reports):  # a connection was closed, by a rank that is absent
+        reports = {at: Presence.NEVER if what is Presence.ABSENT else what for at, what in reports.items()}
     is_known = is_late or ended_ranks(reports) or not mute.issubset({Presence.UNKNOWN})
     if not (is_late or ended_ranks(reports) or is_broken):
         return None

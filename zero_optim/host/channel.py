@@ -217,9 +217,5 @@ class Incoming(Message):
             return False
         kept = self._parts[: 1 + self._num_heads]
         rest = LINE + came[4] - sum(padded(nbytes) for nbytes, _ in kept)
-        self._parts = [*kept, (rest, _skip)] if rest else kept
+        self._parts = [*kept, (rest, lambda *_: None)] if rest else kept
         return True
-
-
-def _skip(_start: int, _count: int) -> None:
-    """Do nothing with bytes that have come."""
