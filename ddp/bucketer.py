@@ -29,10 +29,6 @@ from zero_optim.flow.pending import Pending
 from zero_optim.plan.slices import Slices
 
 Callback: TypeAlias = Callable[[Tensor], None]
-_Kind: TypeAlias = tuple[dist.ProcessGroup | None, torch.dtype, torch.device]  # of inputs sent together
-
-# More would hide no more of the network's time, and each one holds a bucket.
-_NUM_UNDER_WAY = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -79,8 +75,8 @@ class ReduceScatterBucketer:
             raise TypeError(f"expected bucket_cap_mb to be a finite number of MiB, got {bucket_cap_mb!r}")
         self._cap_nbytes = int(max(0.0, bucket_cap_mb) * 2**20)
         self._ranks: dict[tuple[dist.ProcessGroup | None, torch.device], tuple[RankGroup, Lease]] = {}
-        self._buckets: dict[_Kind, _Bucket] = {}
-        self._sent = Flow(_NUM_UNDER_WAY)
+        self._buckets: dict[tuple[dist.ProcessGroup | None, torch.dtype, torch.device], _Bucket] = {}
+        self._sent = Flow(2)  # more would hide no more of the network's time, and each one holds a bucket
         self._calls_back = True
 
     @torch.no_grad()

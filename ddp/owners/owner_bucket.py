@@ -110,9 +110,6 @@ class Owners:
         return gradient
 
 
-_FEW = 4  # parts of a gradient that are copied and divided in one go, one by one
-
-
 @dataclass(slots=True, eq=False)
 class _Filling:
     earlier: dict[int, Tensor] = field(default_factory=dict)  # by slot, gradients of earlier passes
@@ -209,7 +206,7 @@ class OwnerBucket(ReducerBucket):
             else:
                 targets.append(target)
                 sources.append(source)
-        if len(slots) == 1 and 0 < len(targets) <= _FEW and divisor != 1 and flat.dtype == sources[0].dtype:
+        if len(slots) == 1 and 0 < len(targets) <= 4 and divisor != 1 and flat.dtype == sources[0].dtype:
             for target, source in zip(targets, sources, strict=True):
                 torch.mul(source, 1 / divisor, out=target)
         elif targets:

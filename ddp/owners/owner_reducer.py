@@ -32,7 +32,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.frames import bytes_to_tensor, ranks_text
 from zero_optim.comm.lanes import Lease, lanes_for_rows
 from zero_optim.comm.mesh import RankMesh, agree_between_replicas
-from zero_optim.comm.row_sum import ReceiveBuffer, start_in_stages
+from zero_optim.comm.row_sum import Bring, ReceiveBuffer, start_in_stages
 from zero_optim.compat.autograd import backward_number
 from zero_optim.compat.streams import is_asynchronous, to_device
 from zero_optim.ddp.owners.owner_bucket import OwnerBucket, Owners
@@ -54,10 +54,8 @@ from zero_optim.plan.strides import kept_dtype
 from zero_optim.step.partial import PartialGradient
 from zero_optim.step.unreduced import reducers_with
 
-_Stage: TypeAlias = Callable[[Tensor], Pending[Tensor]]  # takes the value of the stage before
 # The options of this rank at the start of a pass, and the stamps of all replicas.
 _Gather: TypeAlias = tuple[Options, Pending[dict[int, Stamp]]]
-_NBYTES = STAMP_NBYTES + 192  # of a stamp with an excerpt of the error
 
 
 class OwnerSums:
@@ -104,7 +102,7 @@ class OwnerSums:
         return Pending([], partial(self._finish, results))
 
     def _go_on(
-        self, stages: list[tuple[Flow, _Stage]], end: Callable[[Tensor], None], totals: list[Tensor]
+        self, stages: list[tuple[Flow, Bring]], end: Callable[[Tensor], None], totals: list[Tensor]
     ) -> None:
         """Start the next stage of a bucket, behind that of the bucket before; without any the bucket ends."""
         total = totals[0]
@@ -156,7 +154,7 @@ class ReplicaCheck:
             name = f"rank {self._across.numbers[self._across.rank]} failed with {type(error).__name__}"
             text = message_of(error) if is_remote else f"{name}: {error}"
         stamp = Stamp(0, error is not None, num_steps % 2**32, values.digest, text.encode())
-        mine = stamp.packed(_NBYTES)
+        mine = stamp.packed(STAMP_NBYTES + 192)  # with an excerpt of the error
         row = to_device(bytes_to_tensor(mine), self._across.device)
         group = self._across  # the function below is kept: it must not keep this object
 
@@ -304,8 +302,18 @@ class OwnerReducer(Reducer):
             return
         if self._ties.wanted(self._is_expected):
             self._begin()
-        else:
-            self._check_local()
+            return
+        number = backward_number()
+        if number == self._local_number:
+            return
+        self._local_number = number
+        for name, param in zip(self.names, self.params, strict=True):
+            if isinstance(param.grad, PartialGradient):
+                raise RuntimeError(  # noqa: TRY004 - the call is wrong, not an argument
+                    f"the gradient of {name} has been reduced to its owners: a pass under no_sync() cannot "
+                    "add to it. Call zero_grad() first, or put the passes under no_sync() before the one "
+                    "that is reduced"
+                )
 
     def _open(self) -> Launch:
         """Put reduced gradients aside: autograd would add unreduced ones to them."""
@@ -324,16 +332,3 @@ class OwnerReducer(Reducer):
         super()._finish(current)
         if self._check is not None and not self.defers_reports:
             self._check.read()
-
-    def _check_local(self) -> None:
-        number = backward_number()
-        if number == self._local_number:
-            return
-        self._local_number = number
-        for name, param in zip(self.names, self.params, strict=True):
-            if isinstance(param.grad, PartialGradient):
-                raise RuntimeError(  # noqa: TRY004 - the call is wrong, not an argument
-                    f"the gradient of {name} has been reduced to its owners: a pass under no_sync() cannot "
-                    "add to it. Call zero_grad() first, or put the passes under no_sync() before the one "
-                    "that is reduced"
-                )

@@ -43,8 +43,6 @@ _CLOSED = (
     "nreachable",
     "gloo/trans",
 )
-_MOST_BROADCASTS = 4  # that are one launch; more grow with the number of ranks
-_PLACELESS = "meta"  # tensors on it have no memory, so nothing of theirs is sent
 # Such as "[…/gloo/transport/tcp/pair.cc:534]"; or what a wait raises after another one took too long.
 _OF_GLOO = re.compile(r"\[[^\]]*\bgloo/[^\]]*:\d+\]|Application timeout caused pair closure")
 
@@ -83,8 +81,8 @@ class Transport:
 
     def sends_slices(self, num_owners: int) -> bool:
         """Whether a bucket with so many owners is gathered as equal slices, else by their broadcasts."""
-        # On gloo an all-gather takes twice the time of the broadcasts, or more.
-        return num_owners > _MOST_BROADCASTS and not self.runs_on_host
+        # Up to 4 are one launch; more grow with the ranks. gloo's all-gather takes twice their time, or more.
+        return num_owners > 4 and not self.runs_on_host
 
     @property
     def sends_pairs(self) -> bool:
@@ -115,7 +113,8 @@ def transport_of(name: str, device: torch.device) -> Transport:
 
 def devices_of(value: object) -> tuple[torch.device, ...]:
     """Return the devices of tensors, modules, parameter groups and collections of them, no generators."""
-    return tuple(dict.fromkeys(device for device in _devices_in(value) if device.type != _PLACELESS))
+    # Tensors on the meta device have no memory, so nothing of theirs is sent.
+    return tuple(dict.fromkeys(device for device in _devices_in(value) if device.type != "meta"))
 
 
 def as_lists(value: T) -> T:

@@ -29,9 +29,6 @@ from zero_optim.comm.hosts import find_hosts, make_together
 from zero_optim.compat.autograd import timeout_of
 from zero_optim.errors import RankMismatchError
 
-# Beyond this number, garbage is collected before a lane is made: it may hold lanes. That takes some 0.1 s.
-_MADE_FREELY = 16
-
 
 class Lease:
     """One user's right to some lanes, until this object is dropped."""
@@ -113,8 +110,8 @@ def lease(group: RankGroup, number: int, backend: str) -> Lease:
     offered = pool.offer()
     try:
         everyone, common = _exchange(group, pool, offered, number, backend)
-        if len(common) < number and max(wish["made"] for wish in everyone) >= _MADE_FREELY:
-            gc.collect()
+        if len(common) < number and max(wish["made"] for wish in everyone) >= 16:
+            gc.collect()  # which may hold lanes; takes some 0.1 s, so the first ones are made without it
             offered |= pool.offer()
             everyone, common = _exchange(group, pool, offered, number, backend)
         chosen = common[:number]

@@ -38,9 +38,6 @@ from zero_optim.plan.groups import ParamGroup
 from zero_optim.plan.option_values import OptionKey, OptionValues, Plain, differing, held_by, text_of
 
 _SHOWN = 4  # options in a message
-_LONGEST_TEXT = 2000  # characters of an exception that a watchdog tells
-_ROUNDING = 0.01  # of the larger of two elements
-_MOST_ROUNDED = 8  # comparisons
 Options: TypeAlias = Sequence[Mapping[str, Plain]]  # by group
 Sampled: TypeAlias = dict[str, str | None]  # an element of a gradient, by the parameter's name
 # Of the options of a call: those with the class's defaults, and those that it changed in a step here.
@@ -61,7 +58,7 @@ class Call(NamedTuple):
         if self.failure is None:
             return ""
         kind, message, _ = failure_of(self.failure)
-        return f"{kind} in {self.name}: {message}"[:_LONGEST_TEXT]
+        return f"{kind} in {self.name}: {message}"[:2000]
 
 
 @dataclass(slots=True, eq=False)
@@ -227,9 +224,9 @@ class Stamps:
             if len(by_value) == 1:
                 continue
             self._num_rounded += 1
-            self.samples = self.samples and self._num_rounded < _MOST_ROUNDED
+            self.samples = self.samples and self._num_rounded < 8
             values = list(map(complex, by_value))
-            far = _ROUNDING * max(map(abs, values))
+            far = 0.01 * max(map(abs, values))  # what is nearer may be rounding
             if all(abs(value - values[0]) <= far for value in values):
                 continue
             each = values_text(by_value)

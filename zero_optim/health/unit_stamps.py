@@ -29,7 +29,6 @@ from zero_optim.errors import RankMismatchError
 from zero_optim.health.stamp import Arrival, Header, Stamp, marked, parted
 from zero_optim.health.stamps import Call, Stamps
 
-_MOST_LATE = 8  # marks of gathers that an accelerator may not have ended
 _DIFFERENT = (
     "ranks gather different parts of a fully sharded model: {}. All ranks must call the same modules, in the "
     "same order and as often, in training and evaluation; so too unsharded(), state_dict() and "
@@ -102,7 +101,7 @@ class UnitStamps:
 
     def check(self) -> None:
         """Compare marks, unless the CPU would wait; RankMismatchError if ranks gather different units."""
-        while self._marked and (self._marked[0].is_here or len(self._marked) > _MOST_LATE):
+        while self._marked and (self._marked[0].is_here or len(self._marked) > 8):  # else it may be late
             arrival = self._marked.popleft()
             if arrival.read_uniform(self._group.read):
                 continue

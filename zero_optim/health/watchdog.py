@@ -30,10 +30,6 @@ from zero_optim.health.verdicts import Verdicts
 
 OnStall = Literal["raise", "exit"]
 
-_LONGEST_LOOK = 1.0  # seconds between two looks at the waits
-_LONGEST_END = 3.0  # seconds that the end of the process waits for the thread
-_GROUP_FOR_ALL = 1024  # up to this number of ranks each one learns all addresses when it is built
-
 
 def check_patience(timeout: object, on_stall: object = "raise") -> None:
     """Raise ValueError for a wrong ``timeout`` or ``on_stall``."""
@@ -90,7 +86,7 @@ def learn_addresses(group: RankGroup) -> None:
     """Read all watchdogs' addresses from the store, once; all exist."""
     world = dist.group.WORLD
     watchdog = None if world is None else _WATCHDOGS.get(world)
-    if watchdog is not None and 1 < group.size <= _GROUP_FOR_ALL:
+    if watchdog is not None and 1 < group.size <= 1024:  # else each reads those that it asks
         watchdog.directory.learn(group.works.ranks)
 
 
@@ -102,7 +98,7 @@ class Watchdog:
         self.directory = Directory(lambda: current() is not None and dist.group.WORLD is current())
         self._verdicts = Verdicts(log, self.directory)
         self._users: WeakKeyDictionary[Any, weakref.finalize[Any, Any]] = WeakKeyDictionary()
-        self._interval = _LONGEST_LOOK
+        self._interval = 1.0  # seconds between two looks at the waits, at most
         self._lock = threading.RLock()  # a signal handler may build and save too
         self._is_over = False
         self._listener = Listener(host_towards(*address_of_store()))
@@ -143,7 +139,7 @@ class Watchdog:
         """End the thread and wait for it; the interpreter calls it at exit."""
         self._end_if_unused(at_once=True)
         self._listener.wake()
-        self._thread.join(_LONGEST_END)
+        self._thread.join(3.0)
 
     def _run(self) -> None:
         try:

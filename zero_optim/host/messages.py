@@ -32,7 +32,6 @@ Add = Callable[[Sequence[Tensor], int, Tensor], object]
 
 # Of which a sum has gloo's bits.
 _SUMMED = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
-_GLOO_SEGMENT = 2**20  # bytes that gloo sends at a time
 
 
 class OneHost(SharedMemory):
@@ -119,7 +118,7 @@ def flattened(tensor: Tensor) -> Tensor:
 
 def chunk_edges(nbytes: int, size: int, itemsize: int) -> list[int]:
     """Return where gloo's chunks begin, in bytes, and the last one ends; as its ``allreduce`` of a ring."""
-    num_segments = math.ceil(max(math.ceil(nbytes / _GLOO_SEGMENT), 2 * size) / size) * size
+    num_segments = math.ceil(max(math.ceil(nbytes / 2**20), 2 * size) / size) * size  # of a MiB at most
     segment = math.ceil(math.ceil(nbytes / num_segments) / itemsize) * itemsize
     return [min(nbytes, chunk * (num_segments // size) * segment) for chunk in range(size + 1)]
 

@@ -37,7 +37,6 @@ from zero_optim.host.channel import HostWork
 from zero_optim.host.messages import Add, OneHost, add_as_gloo, flattened
 
 _LOOK = 0.1  # seconds until a waiting thread looks whether the calls have failed
-_TAGS = 2**29 - 1  # of calls; each has two
 _OF_TAGGED = 2**30  # is added to those of calls that have a tag themselves
 
 
@@ -148,7 +147,7 @@ class SeveralHosts:
                 raise dist.DistNetworkError(self.failure)
             self.num_started += 1
             call = HostsCall(self)
-            rest = steps(call, 2 * (self.num_started % _TAGS))
+            rest = steps(call, 2 * (self.num_started % (2**29 - 1)))  # each call has two tags
             next(rest)
 
             def finish() -> None:
