@@ -2,9 +2,8 @@
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.flow.schedule import Moment, Operation, Placement
@@ -56,9 +55,9 @@ class Explanation:
         through = f", through {self.transport}" if self.transport else ""
         collectives = f"{self.collectives_per_step} collectives a step{through}"
         lines.append(f"balance: fullest rank / mean = {self.balance:.3f}; {collectives}")
-        lines += [self.hosts] * bool(self.hosts)
-        more = [f"and {len(self.cuts) - 20} more lines in `cuts`"] if len(self.cuts) > 20 else []
-        return "\n".join([*lines, *self.buckets, *self.cuts[:20], *more, *self.traits])
+        more = f"and {len(self.cuts) - 20} more lines in `cuts`" if len(self.cuts) > 20 else ""
+        lines += [self.hosts, *self.buckets, *self.cuts[:20], more, *self.traits]
+        return "\n".join(filter(None, lines))
 
     __repr__ = __str__  # for notebooks
 
@@ -67,7 +66,13 @@ def explain(core: Core) -> Explanation:
     """Exchange what all ranks hold; all ranks call; two small collectives."""
     with core.group.doing("explain()"):
         group, works = core.group, core.group.works
-        payloads = group.all_gather_bytes(json.dumps(asdict(_holding(core))).encode())
+        pieces = [(param, core.sharding.piece_here(param)) for param in core.own_params()]
+        rows = [(param, piece.stop - piece.start) for param, piece in pieces if piece is not None]
+        owned = [(number * math.prod(param.shape[1:]), param.itemsize) for param, number in rows]
+        numel, nbytes = sum(numel for numel, _ in owned), sum(numel * size for numel, size in owned)
+        cost = core.sharding.loads[group.rank]
+        holding = group.rank, len(owned), numel, nbytes, core.state_nbytes(), cost
+        payloads = group.all_gather_bytes(json.dumps(holding).encode())
         cuts = [
             f"cut: {name} in {len(pieces)} pieces, owners {[piece.owner for piece in pieces]}"
             for name, pieces in zip(param_names(core.groups), core.piece_list(), strict=True)
@@ -79,7 +84,7 @@ def explain(core: Core) -> Explanation:
             why = works.why_no_memory if works.log.shares_memory else "share_host_memory(False)"
             transport = f"sockets ({why})" if why else ""
         return Explanation(
-            ranks=tuple(RankHolding(**json.loads(payload)) for payload in payloads),
+            ranks=tuple(RankHolding(*json.loads(payload)) for payload in payloads),
             buckets=buckets,
             traits=tuple(_traits_text(*of_class) for of_class in core.owned.local.traits()),
             cuts=(*cuts, *filter(None, uneven)),
@@ -109,44 +114,32 @@ def _hosts_text(group: RankGroup) -> str:
     return f"sums and gathers go between all ranks at once: {why}"
 
 
-def _holding(core: Core) -> RankHolding:
-    params = [(param, core.sharding.piece_here(param)) for param in core.own_params()]
-    rows = [(param, piece.stop - piece.start) for param, piece in params if piece is not None]
-    owned = [(number * math.prod(param.shape[1:]), param.itemsize) for param, number in rows]
-    numel, nbytes = sum(numel for numel, _ in owned), sum(numel * size for numel, size in owned)
-    cost = core.sharding.loads[core.group.rank]
-    return RankHolding(core.group.rank, len(owned), numel, nbytes, core.state_nbytes(), cost)
-
-
 def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
     """Yield each bucket's line, why it is uneven or "", and how many collectives gather it in a step."""
     reasons = dict(core.sharding.whole_because)
     for group, given in zip(core.groups, core.owned.local.specs, strict=False):
         reasons |= {} if given.may_cut else dict.fromkeys(group["params"], KEPT_WHOLE)
-    listed, nbytes = list(zip(core.engine.buckets, core.engine.active(), strict=True)), Counter[bool]()
-    for bucket, moves in listed:
-        nbytes[moves] += bucket.nbytes
+    listed = list(zip(core.engine.buckets, core.engine.active(), strict=True))
+    nbytes_of = {kind: sum(each.nbytes for each, moves in listed if moves == kind) for kind in (True, False)}
     least_row = core.sharding.row_nbytes_on(core.group.data_devices)
     for bucket, moves in listed:
         (param, *_), layout, active = bucket.params, bucket.layout, moves or core.owned.local.moves_frozen
         kind = f"{len(bucket.params)} {str(param.dtype).removeprefix('torch.')}"
+        nbytes = layout.numel * param.itemsize
+        size = f"{nbytes / _MIB:.2f} MiB"
         why = "; ".join(dict.fromkeys(reasons[each] for each in bucket.params if each in reasons))
         if bucket.schedule.parameters is Placement.HELD:
             sends = Operation.REDUCE in bucket.schedule[Moment.STEP]
-            owners = f"whole on owners {[row.owner for row in layout.rows]}"
-            size = sum(each.numel() * each.itemsize for each in bucket.params) / _MIB
-            stepped = (owners if sends else "where their rows lie") + f" ({why})" * bool(why)
-            yield f"DTensors: {kind}, {size:.2f} MiB, stepped {stepped}", "", 2 * sends
+            owners = [row.owner for row in layout.rows]
+            where = f"whole on owners {owners}" if sends else "where their rows lie"
+            yield f"DTensors: {kind}, {size}, stepped {where}" + f" ({why})" * bool(why), "", 2 * sends
             continue
         rows = {row.owner: row.stop - row.start for row in layout.rows if row.stop > row.start}
-        worth = row_nbytes(nbytes[moves], core.group.size, least_row)  # as `plan.cuts` chooses owners
-        num_owners = -(-layout.numel * param.itemsize // worth)
-        mean = layout.numel / max(1, min(core.group.size, num_owners))
-        fullest = max(rows.values(), default=0)
-        size = layout.numel * param.itemsize / _MIB
-        text = f"{kind} on {param.device}, {size:.2f} MiB, owners {[*rows]}"
-        uneven, least = "", max(MIN_ROW_NBYTES / param.itemsize, TOLERANCE * mean)
-        if active and fullest - mean > least:
+        worth = row_nbytes(nbytes_of[moves], core.group.size, least_row)  # as `plan.cuts` chooses owners
+        mean = layout.numel / max(1, min(core.group.size, -(-nbytes // worth)))
+        text, fullest = f"{kind} on {param.device}, {size}, owners {[*rows]}", max(rows.values(), default=0)
+        uneven = ""
+        if active and fullest - mean > max(MIN_ROW_NBYTES / param.itemsize, TOLERANCE * mean):
             why = why or "it has no rows that could be shared out evenly"
             uneven = f"not cut: {text}; the fullest rank sends {fullest / mean:.1f} x the mean ({why})"
         sent, levels, slices = len(rows), core.group.levels(param.device), bucket.slices
