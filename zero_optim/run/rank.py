@@ -30,10 +30,7 @@ import torch.distributed as dist
 from zero_optim.errors import StalledError, is_remote
 from zero_optim.run.stacks import answer_with_stacks, traceback_text
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_MOST_COLLECTIONS = 10  # though a thread of the user may make garbage all the time
-_POLL = 0.05  # seconds between two looks at whether the others have told why they failed
-CAUSE = 120.0  # seconds that a rank which only heard of a failure gives the one that failed, on a busy host
+_CAUSE = 120.0  # seconds that a rank which only heard of a failure gives the one that failed, on a busy host
 _LOST = 10.0  # seconds for ranks that do not answer, or have closed their connections
 _CLOSED = ("onnection closed by peer", "onnection reset by peer")  # what gloo says, and NCCL
 
@@ -82,26 +79,16 @@ class Job:
             )
         return Failure(rank, [0, rank], line + why, line)
 
-    def write_failure(self, failure: Failure) -> None:
-        """Write a failure's file atomically."""
-        path = self.path("failure", failure.rank)
-        path.with_suffix(".part").write_text(json.dumps(asdict(failure)))
-        path.with_suffix(".part").rename(path)
-
     def all_have_reported(self) -> bool:
         """Return whether every rank has reported a value or a failure."""
         return all(
             any(self.path(name, rank).exists() for name in ("failure", "value")) for rank in range(self.nproc)
         )
 
-    def values(self) -> list[Any]:
-        """Read what the ranks returned."""
-        return [torch.load(self.path("value", rank), weights_only=False) for rank in range(self.nproc)]
-
 
 def end_with_parent(parent: int) -> None:
     """Have Linux kill this process with its parent (a process id), even if it hangs in C++; called once."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
+    if ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL):  # PR_SET_PDEATHSIG of linux/prctl.h
         raise OSError(ctypes.get_errno(), "Linux does not kill a rank with its parent")
     if os.getppid() != parent:  # it ended before the kernel was asked
         os._exit(1)
@@ -128,10 +115,17 @@ def enter(rank: int, job: Job) -> None:
     except BaseException as error:  # noqa: BLE001 - the caller raises for all of them
         now = monotonic_ns()  # one clock for all processes of a host
         text = traceback_text(error, __file__)  # without the frames of this file
-        job.write_failure(Failure(rank, [order_of(error), now], text, type(error).__name__))
+        failure = Failure(rank, [order_of(error), now], text, type(error).__name__)
+        part = job.path("part", rank)
+        part.write_text(json.dumps(asdict(failure)))
+        part.rename(job.path("failure", rank))
         sys.stdout.flush()
         sys.stderr.flush()
-        let_the_cause_end_first(error, job.all_have_reported)
+        if failure.order[0] > 1:  # the one that failed ends first, as the launcher then ends all
+            is_certain = is_remote(error) and not isinstance(error, StalledError)
+            deadline = monotonic() + (_CAUSE if is_certain else _LOST)
+            while monotonic() < deadline and not job.all_have_reported():
+                sleep(0.05)
         os._exit(1)  # without destroying the process group, which may take for ever
 
 
@@ -167,7 +161,7 @@ def destroy_group() -> None:
     """Destroy the default process group, if there is one, after the wrappers that nobody uses any more."""
     # PyTorch's DDP in a cycle, the last to refer to a group, frees it under the GIL, and may wait for ever
     # for a thread of gloo that needs the GIL.
-    for _ in range(_MOST_COLLECTIONS):
+    for _ in range(10):  # though a thread of the user may make garbage all the time
         if not gc.collect():  # what one collection frees may have held more
             break
     if dist.is_initialized():
@@ -212,13 +206,3 @@ def order_of(error: BaseException) -> int:
     waited = error.__cause__ or error
     before = waited.__context__
     return 2 if before is not None and order_of(before) < 3 else 3
-
-
-def let_the_cause_end_first(error: BaseException, all_have_reported: Callable[[], bool]) -> None:
-    """Delay this rank's end, after which the launcher ends all, if it only heard of another's failure."""
-    if order_of(error) == 1:
-        return
-    is_certain = is_remote(error) and not isinstance(error, StalledError)
-    deadline = monotonic() + (CAUSE if is_certain else _LOST)
-    while monotonic() < deadline and not all_have_reported():
-        sleep(_POLL)
