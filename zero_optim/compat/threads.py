@@ -6,8 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 
-_LONGEST = 5.0  # seconds: another rank, or the host of the store, may be stopped
-
 # Those begun, or about to be. One that begins while Python ends could not register a callback of its own.
 _RUNNING: set[threading.Thread] = set()
 
@@ -42,8 +40,9 @@ def start_thread_or_run(work: Callable[[], object], name: str) -> threading.Thre
         return None
 
 
+@atexit.register
 def _wait_for_all() -> None:
-    deadline = time.monotonic() + _LONGEST
+    deadline = time.monotonic() + 5.0  # another rank, or the host of the store, may be stopped
     while (left := deadline - time.monotonic()) > 0 and (running := next(iter(list(_RUNNING)), None)):
         if running.ident is None:  # another thread is about to start it
             time.sleep(0.01)
@@ -51,5 +50,4 @@ def _wait_for_all() -> None:
             running.join(left)
 
 
-atexit.register(_wait_for_all)
 os.register_at_fork(after_in_child=_RUNNING.clear)

@@ -10,8 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-_POLL = 0.05  # seconds
-_MOST_POLLS = 600  # half a minute, far more than a process needs to write its stacks
 _DEAF = ": the process has reset its handler of SIGUSR1"
 
 
@@ -30,13 +28,13 @@ def stacks_of(processes: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
                 os.kill(pid, signal.SIGUSR1)
     texts = dict.fromkeys(processes, "")
     silent = dict.fromkeys(processes, "")
-    for _ in range(_MOST_POLLS):
+    for _ in range(600):  # half a minute, far more than a process needs to write its stacks
         # In this order: a process that has ended has written all that it will write.
         silent = {rank: _why_silent(pid) for rank, (pid, _) in processes.items()}
         before, texts = texts, {rank: _read(path) for rank, (_, path) in processes.items()}
         if before == texts and all(texts[rank] or silent[rank] for rank in processes):
             break
-        time.sleep(_POLL)
+        time.sleep(0.05)
     return {
         rank: f"most recent call first:\n{text}" if text else f"no answer{silent[rank]}"
         for rank, text in texts.items()
