@@ -9,7 +9,7 @@ Note [What is counted]
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -92,16 +92,15 @@ def estimate(  # noqa: PLR0913 - keyword-only
     if not (traits := probe(subject)).separable:
         raise ValueError(refusal(optimizer_class, traits))
     params = [_like(param, device) for param in model.parameters()]
-    choice, unit_of = choose_units(model, units) if stage == 3 else None, dict[Tensor, int]()
-    if choice is not None:
-        unit_of = {p: choice.unit_of[own] for p, own in zip(params, model.parameters(), strict=True)}
+    choice = choose_units(model, units) if stage == 3 else None
+    numbers = [None if choice is None else choice.unit_of[param] for param in model.parameters()]
     stepped = [stepped_dtype(param.dtype, master_dtype) for param in params]
     tried = stepped if device == "cpu" else [torch.float32] * len(params)
     reasons = {kind: why_not_cut(subject, kind) for kind in {*tried}}
-    plan = _plan(params, unit_of, size, bucket_cap_mb, [reasons[kind] is None for kind in tried], device)
+    plan = _plan(params, numbers, size, bucket_cap_mb, [reasons[kind] is None for kind in tried], device)
     ranks = [RankBytes() for _ in range(size)]
-    _add_state(ranks, params, stepped, plan, StepBytes(optimizer_class, defaults, device))
     _add_rows(ranks, params, plan, are_whole=stage < 3)
+    _add_state(ranks, params, stepped, plan, StepBytes(optimizer_class, defaults, device))
     trained = [param.nbytes for param in params if param.requires_grad]
     moving, views = max(trained, default=0), gradient_as_bucket_view
     if stage == 2:
@@ -127,19 +126,14 @@ def _like(param: Tensor, device: str) -> Parameter:
 
 
 def _plan(
-    params: list[Parameter],
-    unit_of: Mapping[Tensor, int],
-    size: int,
-    cap_mb: float,
-    may_cut: list[bool],
-    device: str,
+    params: list[Parameter], units: list[int | None], size: int, cap_mb: float, cuts: list[bool], device: str
 ) -> Plan:
     """Plan as ranks do that agree; a plan's very rows are not tried, which takes long."""
-    costs, units = list(map(numel_cost, params)), [unit_of.get(param) for param in params]
+    costs, cap_nbytes = list(map(numel_cost, params)), max(1, int(cap_mb * 2**20))
     row_nbytes = transport_of("gloo" if device == "cpu" else "nccl", torch.device(device)).row_nbytes
-    plan_with = partial(make_plan, [params], [costs], [0.0] * size, max(1, int(cap_mb * 2**20)))
-    plan = plan_with([True] * len(params), units, row_nbytes=row_nbytes)
-    return plan_with(may_cut, units, row_nbytes=row_nbytes) if plan.is_cut else plan
+    plan_with = partial(make_plan, [params], [costs], [0.0] * size, cap_nbytes, row_nbytes=row_nbytes)
+    plan = plan_with([True] * len(params), units)
+    return plan_with(cuts, units) if plan.is_cut else plan
 
 
 def _add_rows(ranks: list[RankBytes], params: list[Parameter], plan: Plan, *, are_whole: bool) -> None:
