@@ -2,8 +2,8 @@
 
 import copy
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -59,7 +59,9 @@ class ZeroMixin(_Strategy):
 
     def setup(self, trainer: Any) -> None:
         """Set up a run; a module that ``fit`` has sharded can be evaluated afterwards."""
-        with _parts_unsharded(self.lightning_module):
+        with ExitStack() as whole:  # all ranks enter and leave it
+            for part in sharded_parts(self.lightning_module):
+                whole.enter_context(unsharded(part))
             super().setup(trainer)
 
     def configure_ddp(self) -> None:
@@ -80,7 +82,7 @@ class ZeroMixin(_Strategy):
         if module.automatic_optimization or (self.stage == 2 and len(optimizers) == 1):
             self.model = wrap(module, optimizers[0])
         else:
-            self.parts = _wrap_parts(module, optimizers, wrap, one_each=self.stage == 3)
+            self.parts = _wrap_parts(module, optimizers, wrap, self.stage)
 
     def pre_backward(self, closure_loss: Any) -> None:
         """Begin a pass; raises what a pass before has found late, on a GPU."""
@@ -176,11 +178,7 @@ def register(registry: Any, strategy: Any) -> None:
 
 
 def _wrap_parts(
-    module: nn.Module,
-    optimizers: Sequence[ZeroRedundancyOptimizer],
-    wrap: Callable[[nn.Module, ZeroRedundancyOptimizer], nn.Module],
-    *,
-    one_each: bool,
+    module: nn.Module, optimizers: list[ZeroRedundancyOptimizer], wrap: Callable[..., nn.Module], stage: int
 ) -> list[nn.Module]:
     """Wrap the modules of each optimizer, as those of a GAN, by themselves; all ranks call."""
     parts = [_parts(module, set(optimizer.pieces())) for optimizer in optimizers]
@@ -191,7 +189,7 @@ def _wrap_parts(
             "expected each trainable parameter in one optimizer, and each optimizer with modules of its own "
             "that hold no parameters of another"
         )
-    if one_each and any(len(some) != 1 for some in parts):
+    if stage == 3 and any(len(some) != 1 for some in parts):
         raise ValueError(
             "at stage 3 expected one module for each optimizer, with all of its parameters: put its modules "
             "into one"
@@ -207,12 +205,3 @@ def _parts(module: nn.Module, params: set[Tensor]) -> list[nn.Module]:
         if trained & params:
             parts += [child] if trained <= params else _parts(child, params)
     return parts
-
-
-@contextmanager
-def _parts_unsharded(module: nn.Module) -> Iterator[None]:
-    """Make all of them whole for the time of a ``with``; all ranks enter and leave it."""
-    with ExitStack() as whole:
-        for part in sharded_parts(module):
-            whole.enter_context(unsharded(part))
-        yield
