@@ -29,7 +29,20 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with ``arguments``, by default those of this process; return the exit status."""
-    parser = _parser()
+    parser = _Parser(
+        prog="zero-optim",
+        description="Work with checkpoints, and estimate memory: in one process, without a process group.",
+    )
+    software = f"zero-optim {__version__} (PyTorch {torch.__version__}, Python {platform.python_version()})"
+    parser.add_argument("--version", action="version", version=software)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    def add(name: str, text: str, more: str) -> Any:  # noqa: ANN401
+        about = f"{text[0].upper()}{text[1:]}. {more}"
+        return commands.add_parser(name, help=text, description=about).add_argument
+
+    _add_tools(add)
+    _add_estimate(add)
     options = vars(parser.parse_args(arguments))
     if options["command"] is None:
         parser.print_help()
@@ -46,24 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _complain(line: str) -> None:
     print(f"zero-optim: {line}", file=sys.stderr)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="zero-optim",
-        description="Work with checkpoints, and estimate memory: in one process, without a process group.",
-    )
-    software = f"zero-optim {__version__} (PyTorch {torch.__version__}, Python {platform.python_version()})"
-    parser.add_argument("--version", action="version", version=software)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-
-    def add(name: str, text: str, more: str) -> Any:  # noqa: ANN401
-        about = f"{text[0].upper()}{text[1:]}. {more}"
-        return commands.add_parser(name, help=text, description=about).add_argument
-
-    _add_tools(add)
-    _add_estimate(add)
-    return parser
 
 
 def _add_tools(add: Callable[..., Any]) -> None:
@@ -142,7 +137,16 @@ _BYTES = ("parameters", "state", "ddp_buckets", "gradients", "rest", "peak")
 def _estimate(options: dict[str, Any]) -> int:
     from zero_optim.estimate import estimate
 
-    model, optimizer_class = _model_of(options["model"]), _named(options["optimizer"])
+    source = options["model"]
+    with torch.device("meta"):
+        if Path(source).is_file():
+            config = _named("transformers:AutoConfig").from_pretrained(source)
+            model = _named("transformers:AutoModelForCausalLM").from_config(config)
+        else:
+            model = _named(source)()
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"expected {source} to build a torch.nn.Module, got {type(model).__name__}")
+    optimizer_class = _named(options["optimizer"])
     kinds, rows = {type(module).__name__: type(module) for module in model.modules()}, []
     for name in options["units"] or ():
         if name not in kinds:
@@ -165,17 +169,6 @@ def _estimate(options: dict[str, Any]) -> int:
         cells = [[f"{v / 2**30:,.2f}" if k in _BYTES else str(v) for k, v in row.items()] for row in rows]
         print("\n".join(_table([name.replace("_", " ") for name in rows[0]], cells)))
     return 0
-
-
-def _model_of(source: str) -> Any:  # noqa: ANN401 - a module, or what a function returns instead
-    with torch.device("meta"):
-        if Path(source).is_file():
-            config = _named("transformers:AutoConfig").from_pretrained(source)
-            return _named("transformers:AutoModelForCausalLM").from_config(config)
-        model = _named(source)()
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"expected {source} to build a torch.nn.Module, got {type(model).__name__}")
-    return model
 
 
 def _named(path: str) -> Any:  # noqa: ANN401 - whatever has the name
