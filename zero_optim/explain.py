@@ -66,12 +66,10 @@ def explain(core: Core) -> Explanation:
     """Exchange what all ranks hold; all ranks call; two small collectives."""
     with core.group.doing("explain()"):
         group, works = core.group, core.group.works
-        pieces = [(param, core.sharding.piece_here(param)) for param in core.own_params()]
-        rows = [(param, piece.stop - piece.start) for param, piece in pieces if piece is not None]
-        owned = [(number * math.prod(param.shape[1:]), param.itemsize) for param, number in rows]
+        pieces = [(p, piece) for p in core.params if (piece := core.sharding.piece_here(p)) is not None]
+        owned = [((piece.stop - piece.start) * math.prod(p.shape[1:]), p.itemsize) for p, piece in pieces]
         numel, nbytes = sum(numel for numel, _ in owned), sum(numel * size for numel, size in owned)
-        cost = core.sharding.loads[group.rank]
-        holding = group.rank, len(owned), numel, nbytes, core.state_nbytes(), cost
+        holding = group.rank, len(owned), numel, nbytes, core.state_nbytes(), core.sharding.loads[group.rank]
         payloads = group.all_gather_bytes(json.dumps(holding).encode())
         cuts = [
             f"cut: {name} in {len(pieces)} pieces, owners {[piece.owner for piece in pieces]}"
@@ -151,7 +149,6 @@ def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
 def _traits_text(name: str, traits: Traits | None) -> str:
     if traits is None:
         return f"{name}: not tried (assume_separable=True)"
-    whole, parts, each = (
-        "" if holds else "not " for holds in (traits.separable, traits.steppable_in_parts, traits.elementwise)
-    )
+    holds = traits.separable, traits.steppable_in_parts, traits.elementwise
+    whole, parts, each = ("" if is_so else "not " for is_so in holds)
     return f"{name}: {whole}separable, {parts}steppable in parts, {each}element-wise"
