@@ -16,7 +16,7 @@ import torch
 WORKS_WITH = "2.8 to 2.15"  # versions of PyTorch
 
 _C10D = "torch.distributed.distributed_c10d"
-_DDP = "torch.nn.parallel.distributed"
+_DDP = "torch.nn.parallel.distributed.DistributedDataParallel"
 _GROUP = "torch.distributed.ProcessGroup"
 
 NAMES: dict[str, tuple[str, ...]] = {
@@ -87,31 +87,25 @@ INHERITED: dict[str, tuple[str, ...]] = {
         "torch.nn.Module._modules",
         "torch.nn.Module._parameters",
     ),
-    "DistributedDataParallel of zero_optim": tuple(
-        f"{_DDP}.DistributedDataParallel.{name}"
-        for name in (
-            "_check_sync_bufs_post_fwd",
-            "_comm_hooks",
-            "_ddp_init_helper",
-            "_match_all_reduce_for_bwd_pass",
-            "_match_unused_params_allreduce",
-            "_module_parameters",
-            "_passing_sync_batchnorm_handle",
-            "_post_forward",
-            "_register_builtin_comm_hook",
-            "_set_static_graph",
-            "_setup_in_backward_optimizers",
-            "_sync_buffers",
-        )
+    "DistributedDataParallel of zero_optim": (
+        f"{_DDP}._check_sync_bufs_post_fwd",
+        f"{_DDP}._comm_hooks",
+        f"{_DDP}._ddp_init_helper",
+        f"{_DDP}._match_all_reduce_for_bwd_pass",
+        f"{_DDP}._match_unused_params_allreduce",
+        f"{_DDP}._module_parameters",
+        f"{_DDP}._passing_sync_batchnorm_handle",
+        f"{_DDP}._post_forward",
+        f"{_DDP}._register_builtin_comm_hook",
+        f"{_DDP}._set_static_graph",
+        f"{_DDP}._setup_in_backward_optimizers",
+        f"{_DDP}._sync_buffers",
     ),
-    "rebind() of a wrapper": tuple(
-        f"{_DDP}.DistributedDataParallel.{name}"
-        for name in (
-            "_build_debug_param_to_name_mapping",
-            "_build_params_for_reducer",
-            "_remove_autograd_hooks",
-            "_sync_module_buffers",
-        )
+    "rebind() of a wrapper": (
+        f"{_DDP}._build_debug_param_to_name_mapping",
+        f"{_DDP}._build_params_for_reducer",
+        f"{_DDP}._remove_autograd_hooks",
+        f"{_DDP}._sync_module_buffers",
     ),
 }
 
