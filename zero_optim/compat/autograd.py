@@ -86,13 +86,11 @@ def in_distributed_autograd() -> bool:
     return True
 
 
-# `torch.compiler.disable` does the same, but imports the compiler at once, which takes longer than the rest.
-_disable: Any = private.or_none("disable_dynamo") or torch.compiler.disable
-
-
 def eager(function: F) -> F:
     """Exclude a function and its callees from ``torch.compile``; not for bound methods."""
-    return cast("F", _disable(function))
+    # `torch.compiler.disable` does the same, but imports the compiler, which takes longer than all the rest.
+    disable: Any = private.or_none("disable_dynamo") or torch.compiler.disable
+    return cast("F", disable(function))
 
 
 def untraced(function: F) -> F:

@@ -22,11 +22,7 @@ from torch import Tensor
 
 from zero_optim.compat import private
 
-_DONTNEED, _WANTS_HUGE = 4, 14  # for madvise
-_LEAST_HUGE = 2**22  # bytes: a smaller block may hold no whole huge page, of 2 MiB on most systems
-_M_MMAP_THRESHOLD = -3  # of malloc.h
 _MOST = 2**25  # glibc takes no higher limit
-_PORTABLE = 1  # cudaHostRegisterPortable: for all devices
 
 
 def return_freed_memory(threshold: int = 2**16) -> None:
@@ -47,7 +43,7 @@ def return_freed_memory(threshold: int = 2**16) -> None:
             "return_freed_memory() sets an option of glibc, and this process has another C library: "
             "leave it out here"
         )
-    if library.mallopt(_M_MMAP_THRESHOLD, threshold) != 1:
+    if library.mallopt(-3, threshold) != 1:  # M_MMAP_THRESHOLD of malloc.h
         raise RuntimeError(f"glibc refused {threshold} bytes as the limit of blocks to be returned")
     library.malloc_trim(0)
 
@@ -70,13 +66,13 @@ def seen_outside(tensors: Iterable[Tensor]) -> set[int]:
 
 def give_back_pages(tensor: Tensor) -> None:
     """Return the pages that a CPU tensor fills to the system, on Linux; they then show zeros."""
-    _advise(tensor, _DONTNEED)
+    _advise(tensor, 4)  # MADV_DONTNEED
 
 
 def ask_for_huge_pages(tensor: Tensor) -> None:
     """Have the system fill a new, large CPU tensor with huge pages, on Linux: they are zeroed faster."""
-    if tensor.nbytes >= _LEAST_HUGE:
-        _advise(tensor, _WANTS_HUGE)
+    if tensor.nbytes >= 2**22:  # a smaller block may hold no whole huge page, of 2 MiB on most systems
+        _advise(tensor, 14)  # MADV_HUGEPAGE
 
 
 def _advise(tensor: Tensor, advice: int) -> None:
@@ -108,7 +104,8 @@ def pinned_in_full(like: Tensor, module: Any) -> Tensor | None:  # noqa: ANN401 
         return None
     pages = _Pages(-1, like.nbytes)
     tensor = torch.frombuffer(pages, dtype=like.dtype)  # keeps the pages
-    error = int(module.cudart().cudaHostRegister(tensor.data_ptr(), like.nbytes, _PORTABLE))
+    portable = 1  # for all devices
+    error = int(module.cudart().cudaHostRegister(tensor.data_ptr(), like.nbytes, portable))
     if error:  # CUDA would tell of it once more in its next call, so nothing else can be tried
         raise RuntimeError(
             f"could not pin {like.nbytes} bytes of host memory for what {like.device} copies (CUDA error "

@@ -28,9 +28,6 @@ from zero_optim.compat.memory import pinned_in_full
 Stream: TypeAlias = Any  # torch.Stream of the device's own kind, such as torch.cuda.Stream
 Event: TypeAlias = Any
 
-_IS_CAPTURING = "is_current_stream_capturing"  # of a device's module, which may lack it
-_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h
-
 
 @lru_cache
 def _driver() -> Any:  # noqa: ANN401 - of ctypes
@@ -96,7 +93,7 @@ def asking(device: torch.device) -> Iterator[None]:
         yield
         return
     exchange = getattr(_driver(), "cuThreadExchangeStreamCaptureMode", lambda _: 0)
-    mode = ctypes.c_int(_THREAD_LOCAL)
+    mode = ctypes.c_int(1)  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h
     exchange(ctypes.byref(mode))  # which holds the mode of before then
     try:
         with accelerator.module.device(device):
@@ -108,7 +105,8 @@ def asking(device: torch.device) -> Iterator[None]:
 def is_capturing(device: torch.device) -> bool:
     """Return whether this thread captures a graph on the device; its work cannot be queried."""
     accelerator = accelerator_of(device)
-    return accelerator is not None and bool(getattr(accelerator.module, _IS_CAPTURING, bool)())
+    module = None if accelerator is None else accelerator.module
+    return bool(getattr(module, "is_current_stream_capturing", bool)())
 
 
 @contextmanager
