@@ -2,7 +2,6 @@
 
 import io
 import math
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,24 @@ from zero_optim.checkpoint.sections import source_of
 
 def of_dcp(folder: Path) -> RankContent:
     """Open a folder that ``dcp.save`` wrote with its own storage."""
-    values = dict[str, Any]()
+    nested = dict[Any, Any]()
     with open_regular(folder / ".metadata") as raw, io.BufferedReader(raw) as file:
         metadata: meta.Metadata = SafeUnpickler(file).load()
     for key, entry in metadata.state_dict_metadata.items():
+        value: Any
         if isinstance(entry, meta.BytesStorageMetadata):
-            values[key] = _loaded(folder, metadata, meta.MetadataIndex(key))
-            continue
-        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+            value = _loaded(folder, metadata, meta.MetadataIndex(key))
+        elif sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
             raise ValueError(f"the chunks of {key} are not all of a tensor of shape {tuple(entry.size)}")
-        read = partial(_fill, folder, metadata, key, entry)
-        values[key] = lazy(entry.properties.dtype, entry.size, read)
-    return source_of(_nested(values, metadata.planner_data or {}), folder)
+        else:
+            read = partial(_fill, folder, metadata, key, entry)
+            value = lazy(entry.properties.dtype, entry.size, read)
+        *parents, last = (metadata.planner_data or {}).get(key, (key,))
+        inner = nested
+        for part in parents:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return source_of(_with_lists(nested), folder)
 
 
 def _loaded(folder: Path, metadata: meta.Metadata, index: meta.MetadataIndex) -> Any:  # noqa: ANN401
@@ -57,18 +62,6 @@ def _fill(
             raise ValueError(f"a chunk of {key} has shape {tuple(part.shape)} of {part.dtype}")
         rows = [slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True)]
         whole[tuple(rows)].copy_(part)
-
-
-def _nested(values: Mapping[str, Any], paths: Mapping[str, Any]) -> dict[str, Any]:
-    whole: dict[Any, Any] = {}
-    for key, value in values.items():
-        *parents, last = paths.get(key, (key,))
-        inner = whole
-        for part in parents:
-            inner = inner.setdefault(part, {})
-        inner[last] = value
-    nested: dict[str, Any] = _with_lists(whole)
-    return nested
 
 
 def _with_lists(value: Any) -> Any:  # noqa: ANN401 - nested dicts

@@ -18,7 +18,6 @@ from zero_optim.checkpoint.formats.unpickling import tolerant
 from zero_optim.checkpoint.sections import source_of
 from zero_optim.step.leaves import MASTER
 
-_NAME = r"(?:(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_)?mp_rank_00_{}_states\.pt"
 # What describes the run and its files, and is no state.
 _CONFIG = (
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
@@ -46,7 +45,8 @@ def of_deepspeed(folder: Path) -> RankContent:
     for name, param in first["module"].items():
         own, weights[name] = shared.get(name, name), param
         if own in entries and (param.numel() == 0 or param.dtype == entries[own]["fp32"].dtype):
-            weights[name] = _cast(entries[own]["fp32"], param.dtype)
+            master = entries[own]["fp32"]
+            weights[name] = lazy(param.dtype, master.shape, partial(fill, tensor=master))
         elif own in frozen and param.shape != frozen[own]:
             parts = [each["frozen_param_fragments"][own] for each in models]
             weights[name] = _whole([(part, 0, part.numel()) for part in parts], frozen[own])
@@ -68,7 +68,8 @@ def of_deepspeed(folder: Path) -> RankContent:
 def _files(folder: Path, kind: str) -> list[Any]:
     files = dict[int, Any]()
     for path in sorted(folder.glob(f"*_{kind}_states.pt")):
-        match = re.fullmatch(_NAME.format(kind), path.name)
+        name = rf"(?:(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_)?mp_rank_00_{kind}_states\.pt"
+        match = re.fullmatch(name, path.name)
         if match is None:
             raise ValueError(f"{path.name} is of tensor, pipeline or expert parallelism, which is not read")
         files[int(match[1] or 0)] = _load(path)
@@ -93,10 +94,6 @@ def _whole(parts: list[tuple[Tensor, int, int]], shape: Sequence[int]) -> Tensor
         whole.copy_(run[: math.prod(shape)].view(tuple(shape)))
 
     return lazy(parts[0][0].dtype, shape, join)
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return lazy(dtype, tensor.shape, partial(fill, tensor=tensor))
 
 
 def _sharded(optims: list[Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[_Entries, list[Any]]:
@@ -134,7 +131,7 @@ def _sharded(optims: list[Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[
                 entries[name][key] = value
             else:
                 raise ValueError(f"{key} of {name} differs between ranks")
-    return entries, [{k: v for k, v in group.items() if k != "params"} for group in base["param_groups"]]
+    return entries, base["param_groups"]
 
 
 def _universal(folder: Path, groups: list[Any]) -> tuple[_Entries, list[Any]]:
@@ -150,4 +147,4 @@ def _universal(folder: Path, groups: list[Any]) -> tuple[_Entries, list[Any]]:
             step = common.get("optimizer_state_dict", {}).get("state", {}).get(index, {}).get("step")
             if step is not None and len(entries[name]) > 1:
                 entries[name].setdefault("step", step)
-    return entries, [{k: v for k, v in group.items() if k != "params"} for group in common["param_groups"]]
+    return entries, common["param_groups"]

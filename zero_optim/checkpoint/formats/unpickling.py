@@ -17,9 +17,6 @@ _HARMLESS = {
     ("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
 }  # fmt: skip
-_METADATA = "torch.distributed.checkpoint.metadata"  # its classes have fields, and nothing else
-
-
 _IN_PYTHON: Any = pickle._Unpickler  # that in C sets attributes of classes, and allocates what an index says
 
 
@@ -40,9 +37,10 @@ class SafeUnpickler(_IN_PYTHON):  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - a class or a function
         """See the base class."""
+        metadata = "torch.distributed.checkpoint.metadata"  # its classes have fields, and nothing else
         known = getattr(sys.modules.get(module), name, None) if "." not in name else None
         is_type = isinstance(known, torch.dtype) or (
-            module == _METADATA and isinstance(known, type) and known.__module__ == module
+            module == metadata and isinstance(known, type) and known.__module__ == module
         )
         if is_type or (module, name) in _HARMLESS:
             return super().find_class(module, name)
