@@ -104,7 +104,8 @@ def lay_out(boxes: Iterable[Box]) -> tuple[bytes, list[tuple[Box, int]]]:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """View a tensor's elements, in row-major order, as bytes in CPU memory, or of a copy."""
-    run: Any = memory_of(loaded(tensor).detach().cpu().contiguous()).numpy()
+    whole = fill(torch.empty_like(tensor, device="cpu"), tensor) if is_lazy(tensor) else tensor
+    run: Any = memory_of(whole.detach().cpu().contiguous()).numpy()
     return memoryview(run)
 
 
@@ -127,11 +128,6 @@ def fill(into: Tensor, tensor: Any) -> Tensor:  # noqa: ANN401 - it has an attri
     else:
         into.copy_(tensor)
     return into
-
-
-def loaded(tensor: Tensor) -> Tensor:
-    """Read a tensor that is `lazy`; others stay as they are."""
-    return fill(torch.empty_like(tensor, device="cpu"), tensor) if is_lazy(tensor) else tensor
 
 
 def data_name(token: str, rank: int) -> str:
@@ -166,14 +162,6 @@ def write_tensors(
             path.unlink(missing_ok=True)
             raise
     return {path.name: DataFile(rank, end, len(head), zlib.crc32(head))}, written
-
-
-def entries_of(written: Iterable[tuple[Box, Chunk]]) -> dict[str, Entry]:
-    """Combine what the ranks have written; ValueError if the parts of a tensor are not all of it."""
-    chunks: dict[str, tuple[Box, list[Chunk]]] = {}
-    for box, chunk in written:
-        chunks.setdefault(box.key, (box, []))[1].append(chunk)
-    return {key: Entry(box.dtype, box.shape, tuple(parts)) for key, (box, parts) in chunks.items()}
 
 
 def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:

@@ -18,13 +18,12 @@ import torch
 
 from zero_optim import __version__
 from zero_optim.checkpoint import manifest as manifests
-from zero_optim.checkpoint.data import CheckpointReader, Saved, data_name, entries_of
+from zero_optim.checkpoint.data import Box, CheckpointReader, Saved, data_name
 from zero_optim.checkpoint.files import FolderLock, is_dir, is_own_file, part_of, sync_folder
-from zero_optim.checkpoint.manifest import DATA_FILE, FILE, Manifest
+from zero_optim.checkpoint.manifest import DATA_FILE, FILE, MAX_INT, Chunk, Entry, Manifest
 from zero_optim.checkpoint.values import Json
 from zero_optim.errors import CheckpointError
 
-_LAST_NUMBER = 2**63 - 1
 _LEFT_BY_A_SAVE = re.compile(f"{DATA_FILE.pattern}|{part_of(FILE).pattern}")
 
 
@@ -98,8 +97,11 @@ def complete(folder: Path, world_size: int, saved: Saved, values: Json, *, alone
     for place in (folder.parent, folder):
         with suppress(PermissionError):  # the parent of a folder that can be written may not be listed
             compared.update(_with_inner(place))
-    number = min(max(map(manifests.number_in, compared)) + 1, _LAST_NUMBER)
-    entries = entries_of(written)
+    number = min(max(map(manifests.number_in, compared)) + 1, MAX_INT)
+    chunks = dict[str, tuple[Box, list[Chunk]]]()
+    for box, chunk in written:
+        chunks.setdefault(box.key, (box, []))[1].append(chunk)
+    entries = {key: Entry(box.dtype, box.shape, tuple(parts)) for key, (box, parts) in chunks.items()}
     manifest = Manifest(time.time_ns(), world_size, software, files, entries, values, number)
     replaced = set[str]()
     with suppress(CheckpointError):  # its manifest is missing or damaged

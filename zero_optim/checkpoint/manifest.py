@@ -49,14 +49,12 @@ FORMAT = "zero_optim checkpoint"
 VERSION = 2
 DATA_FILE = re.compile(r"data-[0-9a-f]+-[0-9]+\.safetensors")
 _HEAD_NBYTES = 4096  # at most, with the line end
-_MAX_NBYTES = 2**30  # a million tensors take a fifth of that
-_MAX_INT = 2**63 - 1
-_MANY = 2**20  # characters; of a larger manifest the share of brackets is checked
+MAX_INT = 2**63 - 1
 
 
 def _check_numbers(what: str, numbers: tuple[Any, ...]) -> None:
     """Refuse what is not an integer of at least 0. JSON has fractions, and Python's bools count as ints."""
-    wrong = [n for n in numbers if type(n) is not int or not 0 <= n <= _MAX_INT]
+    wrong = [n for n in numbers if type(n) is not int or not 0 <= n <= MAX_INT]
     if wrong:
         raise ValueError(f"expected {what} to be a whole number from 0, got {wrong[0]!r}")
 
@@ -107,14 +105,6 @@ class Entry:
 def _place(shape: Sequence[int], rows: tuple[int, int]) -> list[list[int]]:
     """Return offsets and sizes of rows."""
     return [[rows[0], *[0] * (len(shape) - 1)], [rows[1] - rows[0], *shape[1:]]] if shape else [[], []]
-
-
-def _rows_at(shape: Sequence[int], place: list[list[int]]) -> tuple[int, int]:
-    """Return the rows at a `_place`; ValueError if it has others than whole rows."""
-    rows = (place[0][0], place[0][0] + place[1][0]) if shape else (0, 1)
-    if _place(shape, rows) != place:
-        raise ValueError(f"a chunk at {place[0]} of {place[1]} in a tensor of shape {shape}")
-    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,14 +183,20 @@ class Manifest:
         body = body.removesuffix("\n")
         if zlib.crc32(body.encode()) != head["crc32"]:
             raise ValueError("its checksum is wrong")
-        if len(body) > _MANY and body.count("[") + body.count("{") > len(body) // 5:
+        if len(body) > 2**20 and body.count("[") + body.count("{") > len(body) // 5:
             raise ValueError("it has too many empty lists, which would fill the memory")
         content = json.loads(body)
         if _head_line(body, content["number"]) != head_line:
             raise ValueError("its first line does not belong to the second")
         names, entries = [name for name, *_ in content["files"]], {}
-        for key, (dtype, shape, rows) in content["entries"].items():
-            chunks = [Chunk(_rows_at(shape, each[:2]), names[each[2]], *each[3:]) for each in rows]
+        for key, (dtype, shape, parts) in content["entries"].items():
+            chunks = []
+            for each in parts:
+                (start, *_), (number, *_) = each[:2] if shape else ([0], [1])
+                rows = start, start + number
+                if _place(shape, rows) != each[:2]:  # others than whole rows
+                    raise ValueError(f"a chunk at {each[0]} of {each[1]} in a tensor of shape {shape}")
+                chunks.append(Chunk(rows, names[each[2]], *each[3:]))
             entries[key] = Entry(dtype_named(dtype), tuple(shape), tuple(chunks))
         files = {name: DataFile(*numbers) for name, *numbers in content["files"]}
         fields = ["time_ns", "world_size", "software", "values", "number"]
@@ -251,7 +247,7 @@ def parse(folder: Path) -> Manifest:
             head = file.readline(_HEAD_NBYTES)
             _head_of(head)  # nothing more is read of a file that is not ours
             nbytes = os.fstat(file.fileno()).st_size
-            if nbytes > _MAX_NBYTES:
+            if nbytes > 2**30:  # a million tensors take a fifth of that
                 raise ValueError(f"it has {nbytes:,} bytes")
             return Manifest.from_json((head + file.readall()).decode())
 
@@ -267,12 +263,9 @@ def number_in(folder: Path) -> int:
     return int(number)
 
 
-def read(folder: Path) -> Manifest:
-    """Read the manifest as `parse` does, and check that its data files exist in full length."""
-    return _checked(folder, parse(folder))
-
-
-def _checked(folder: Path, manifest: Manifest) -> Manifest:
+def read(folder: Path, manifest: Manifest | None = None) -> Manifest:
+    """Read the manifest as `parse` does, unless it is given, and check that its data files are complete."""
+    manifest = manifest or parse(folder)
     for name, file in manifest.files.items():
         with blamed_on(folder):
             path = folder / name
@@ -290,4 +283,4 @@ def commit(folder: Path, manifest: Manifest) -> None:
     with replacing(folder / FILE) as file:
         write_all(file, memoryview(manifest.to_json().encode()))
         sync_folder(folder)  # the data files' names
-        _checked(folder, manifest)  # at the last moment before what was there is replaced
+        read(folder, manifest)  # at the last moment before what was there is replaced
