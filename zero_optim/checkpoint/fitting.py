@@ -34,10 +34,6 @@ _NOT_OF_A_CLASS = {"step", MASTER, EMA}  # or of too many
 Wrong = list[tuple[str, str]]  # what does not fit, and the item
 
 _SHAPES = "shapes in the checkpoint and here"
-_RESIZE = (
-    "\nTo load parameters of another shape, as for a larger vocabulary, write weights and state to files "
-    "with zero-optim consolidate, change these tensors there, and give them to load_state_dict()"
-)
 
 
 def check_fit(reader: CheckpointReader, objects: Objects) -> list[str]:
@@ -52,7 +48,15 @@ def check_fit(reader: CheckpointReader, objects: Objects) -> list[str]:
             f"the checkpoint has no {' and no '.join(missing or [EXTRA])}; it has "
             f"{there or 'nothing saved by checkpoint.save'}"
         )
-    wrong = _wrong_model(reader, objects) if objects.model is not None else []
+    wrong = Wrong()
+    if objects.model is not None:
+        parts, present = model_parts(values), objects.model_state()
+        wrong = _wrong_names("model entries", parts, present)
+        for name in filter(parts.__contains__, present):
+            kind, body = parts[name]
+            if kind == "tensor" and isinstance(present[name], Tensor):
+                saved, here = reader.manifest.entries[body[0]].shape, tuple(present[name].shape)
+                wrong += [(_SHAPES, f"{name} {saved} and {here}")] if saved != here else []
     if objects.optimizer is not None:
         wrong += _wrong_optimizer(reader, objects, objects.optimizer)
     kinds: dict[str, dict[str, None]] = {}
@@ -60,8 +64,13 @@ def check_fit(reader: CheckpointReader, objects: Objects) -> list[str]:
         kinds.setdefault(kind, {})[item] = None
     if wrong:
         lines = [f"{kind} ({len(items)}): {names_text([*items], 5)}" for kind, items in kinds.items()]
-        hint = _RESIZE if _SHAPES in kinds else ""
-        raise StateMismatchError("the checkpoint does not fit:\n  " + "\n  ".join(lines) + hint)
+        hint = (
+            "\nTo load parameters of another shape, as for a larger vocabulary, write weights and state to "
+            "files with zero-optim consolidate, change these tensors there, and give them to "
+            "load_state_dict()"
+        )
+        lines[-1] += hint if _SHAPES in kinds else ""
+        raise StateMismatchError("the checkpoint does not fit:\n  " + "\n  ".join(lines))
     return sections
 
 
@@ -69,17 +78,6 @@ def _wrong_names(what: str, saved: Iterable[str], present: Iterable[str]) -> Wro
     saved, present = dict.fromkeys(saved), dict.fromkeys(present)
     lost = [(f"{what} that the checkpoint lacks", name) for name in present if name not in saved]
     return lost + [(f"{what} that only the checkpoint has", name) for name in saved if name not in present]
-
-
-def _wrong_model(reader: CheckpointReader, objects: Objects) -> Wrong:
-    parts, present = model_parts(reader.manifest.values), objects.model_state()
-    wrong = _wrong_names("model entries", parts, present)
-    for name in filter(parts.__contains__, present):
-        kind, body = parts[name]
-        if kind == "tensor" and isinstance(present[name], Tensor):
-            saved, here = reader.manifest.entries[body[0]].shape, tuple(present[name].shape)
-            wrong += [(_SHAPES, f"{name} {saved} and {here}")] if saved != here else []
-    return wrong
 
 
 def _wrong_optimizer(reader: CheckpointReader, objects: Objects, optimizer: ZeroRedundancyOptimizer) -> Wrong:
@@ -223,8 +221,13 @@ class RankInput:
         if EVERYWHERE in values:
             self.state |= self.value(values[EVERYWHERE])
         groups = [(set(g["names"]), self.value(g["options"])) for g in values[OPTIMIZER]["groups"]]
-        pairs = zip(optimizer.param_groups, names.groups, strict=True)
-        self.options = [_agreed(options_of(group), set(members), groups) for group, members in pairs]
+        for group, members in zip(optimizer.param_groups, names.groups, strict=True):
+            sources = [options for saved_names, options in groups if not saved_names.isdisjoint(members)]
+            if not members:
+                sources = [options for saved_names, options in groups if not saved_names][:1]
+            first, *others = sources or [{}]
+            agreed = (k for k in first if all(k in other and same(other[k], first[k]) for other in others))
+            self.options.append({**options_of(group), **{key: first[key] for key in agreed}})
 
 
 def _cast(state: dict[str, Any], saved: torch.dtype | None, wanted: torch.dtype) -> dict[str, Any]:
@@ -233,14 +236,3 @@ def _cast(state: dict[str, Any], saved: torch.dtype | None, wanted: torch.dtype)
         return state
     kept = {key: value for key, value in state.items() if key in _NOT_OF_A_CLASS}
     return {**map_tensors(state, lambda t: t.to(wanted) if t.dtype == saved else t), **kept}
-
-
-def _agreed(
-    own: dict[str, Any], members: set[str], saved: list[tuple[set[str], dict[str, Any]]]
-) -> dict[str, Any]:
-    sources = [options for names, options in saved if names & members] or [
-        options for names, options in saved if not names and not members
-    ][:1]
-    first = sources[0] if sources else {}
-    agreed = (k for k in first if all(k in other and same(other[k], first[k]) for other in sources[1:]))
-    return {**own, **{key: first[key] for key in agreed}}
