@@ -142,14 +142,6 @@ def _this() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def _holder(descriptor: int) -> tuple[int, str]:
-    """Read when the process that locked a file began, and which it is."""
-    with suppress(ValueError, TypeError):
-        began_ns, holder = json.loads(os.pread(descriptor, 4096, 0))
-        return int(began_ns), str(holder)
-    return 0, "another process"
-
-
 class FolderLock:
     """The right to write into a checkpoint's folder, made if absent: Note [Locks]. Else CheckpointError."""
 
@@ -161,7 +153,10 @@ class FolderLock:
             try:
                 locked = try_lock(self._descriptor)
                 if locked is False:
-                    began_ns, holder = _holder(self._descriptor)
+                    began_ns, holder = 0, "another process"
+                    with suppress(ValueError, TypeError):
+                        time_ns, name = json.loads(os.pread(self._descriptor, 4096, 0))
+                        began_ns, holder = int(time_ns), str(name)
                     if began_ns <= _BEGAN_NS:
                         raise CheckpointError(
                             f"cannot write the checkpoint {folder}: another save into this folder is under "

@@ -19,8 +19,6 @@ from zero_optim.checkpoint.values import kinds_in
 from zero_optim.errors import CheckpointError, StateMismatchError, ZeroOptimError, message_of
 
 FORMATS = ("torch", "torch-names", "zero-optim")
-_OBJECTS = {"array", "class", "deque", "enum", "object"}  # kinds of values that are read by running code
-_SUBCLASSES = {"sparse", "subclass", "wrapper"}
 
 
 def _check_output(source: Path, out: Path, *, force: bool) -> None:
@@ -88,7 +86,7 @@ def _save(whole: object, file: FileIO) -> None:
 def _write_safetensors(file: FileIO, reader: CheckpointReader) -> None:
     keys, tensors = dict[str, str](), of_reader(reader).tensors
     for name, (kind, body) in model_parts(reader.manifest.values).items():
-        if kind in _SUBCLASSES:
+        if kind in ("sparse", "subclass", "wrapper"):
             raise CheckpointError(f"{name} is no plain tensor, as safetensors needs them: write a .pt file")
         if kind == "tensor":  # other values are extra state of a module
             keys[name] = body[0]
@@ -158,7 +156,7 @@ def _check_kinds(source: RankContent) -> None:
     groups = values.pop(OPTIMIZER, {"groups": []})["groups"]
     values |= {f"the options of group {number}": group["options"] for number, group in enumerate(groups)}
     for key, value in values.items():
-        if odd := kinds_in(value) & _OBJECTS:
+        if odd := kinds_in(value) & {"array", "class", "deque", "enum", "object"}:
             raise StateMismatchError(f"{key} has a value of kind {min(odd)}, which this format cannot carry")
 
 

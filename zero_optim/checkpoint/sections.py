@@ -25,7 +25,6 @@ _ALIASES = {
     "optim": OPTIMIZER, "optimizer_state_dict": OPTIMIZER,
     "model_state_dict": MODEL, "lr_scheduler": "scheduler",
 }  # fmt: skip
-_LEAST_MAPPED_NBYTES = 4096  # smaller tensors stay in memory
 
 
 def of_reader(reader: CheckpointReader) -> RankContent:
@@ -183,7 +182,7 @@ def mapping(source: RankContent, out: Path) -> Callable[[str, Sequence[int]], Te
 
 
 def _new_memory(nbytes: int, out: Path) -> Tensor:
-    if nbytes < _LEAST_MAPPED_NBYTES:
+    if nbytes < 4096:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     try:
         path, file = open_part(out)
