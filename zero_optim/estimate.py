@@ -30,8 +30,6 @@ from zero_optim.probe.subject import under_test
 from zero_optim.probe.traits import refusal
 from zero_optim.step.leaves import stepped_dtype
 
-STAGES = (0, 1, 2, 3)
-
 
 @dataclass(slots=True)
 class RankBytes:
@@ -86,8 +84,8 @@ def estimate(  # noqa: PLR0913 - keyword-only
     Raises:
         ValueError: a stage or number of ranks that there is not, or a class that cannot be sharded.
     """
-    if stage not in STAGES or num_ranks < 1:
-        raise ValueError(f"expected a stage of {STAGES} and at least 1 rank, got {stage} and {num_ranks}")
+    if stage not in (0, 1, 2, 3) or num_ranks < 1:
+        raise ValueError(f"expected a stage of (0, 1, 2, 3) and at least 1 rank, got {stage} and {num_ranks}")
     subject, size = under_test(optimizer_class, defaults), num_ranks if stage else 1
     if not (traits := probe(subject)).separable:
         raise ValueError(refusal(optimizer_class, traits))

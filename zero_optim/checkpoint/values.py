@@ -9,7 +9,6 @@ from torch import Tensor
 from zero_optim.comm.encoding import Nested, encode, parts_of, plain_value, rebuilt, tensors_in
 
 Json = Any  # whatever json reads and writes
-_DICTS = ("dict", "ordered", "counter")
 
 
 def key_of(*parts: object) -> str:
@@ -45,5 +44,5 @@ def kinds_in(value: Json) -> set[str]:
 def entries_in(value: Json) -> dict[Any, str]:
     """List the tensors that are directly in a packed dict: name -> key; none if it is no dict."""
     kind, body = value
-    parts = body if kind in _DICTS else []
+    parts = body if kind in ("dict", "ordered", "counter") else []
     return {plain_value(name): place[0] for name, (inner, place) in parts if inner == "tensor"}

@@ -104,7 +104,7 @@ def pinned_in_full(like: Tensor, module: Any) -> Tensor | None:  # noqa: ANN401 
         return None
     pages = _Pages(-1, like.nbytes)
     tensor = torch.frombuffer(pages, dtype=like.dtype)  # keeps the pages
-    portable = 1  # for all devices
+    portable = 1  # cudaHostRegisterPortable: for all devices
     error = int(module.cudart().cudaHostRegister(tensor.data_ptr(), like.nbytes, portable))
     if error:  # CUDA would tell of it once more in its next call, so nothing else can be tried
         raise RuntimeError(
