@@ -263,9 +263,12 @@ def number_in(folder: Path) -> int:
     return int(number)
 
 
-def read(folder: Path, manifest: Manifest | None = None) -> Manifest:
-    """Read the manifest as `parse` does, unless it is given, and check that its data files are complete."""
-    manifest = manifest or parse(folder)
+def read(folder: Path) -> Manifest:
+    """Read the manifest as `parse` does, and check that its data files exist in full length."""
+    return _checked(folder, parse(folder))
+
+
+def _checked(folder: Path, manifest: Manifest) -> Manifest:
     for name, file in manifest.files.items():
         with blamed_on(folder):
             path = folder / name
@@ -283,4 +286,4 @@ def commit(folder: Path, manifest: Manifest) -> None:
     with replacing(folder / FILE) as file:
         write_all(file, memoryview(manifest.to_json().encode()))
         sync_folder(folder)  # the data files' names
-        read(folder, manifest)  # at the last moment before what was there is replaced
+        _checked(folder, manifest)  # at the last moment before what was there is replaced
