@@ -143,22 +143,17 @@ def convert(source: Path, out: Path, to: str, *, force: bool = False) -> None:
             saved = write_tensors(out, secrets.token_hex(6), 0, content.all_boxes(), read)
             complete(out, 1, saved, content.values, alone=lock.keeps_out)
         return
-    _check_kinds(content)
+    values = {key: value for key, value in content.values.items() if not key.startswith(RANDOM)}
+    groups = values.pop(OPTIMIZER, {"groups": []})["groups"]
+    values |= {f"the options of group {number}": group["options"] for number, group in enumerate(groups)}
+    for key, value in values.items():  # another library could not read these without running code
+        if odd := kinds_in(value) & {"array", "class", "deque", "enum", "object"}:
+            raise StateMismatchError(f"{key} has a value of kind {min(odd)}, which this format cannot carry")
     with _writing(out):
         with blamed_on(source):
             whole = sections_of(content.values, mapping(content, out), by_name=to != "torch")
         with replacing(out) as file:
             _save(whole, file)
-
-
-def _check_kinds(source: RankContent) -> None:
-    """Refuse values that another library could not read without running code."""
-    values = {key: value for key, value in source.values.items() if not key.startswith(RANDOM)}
-    groups = values.pop(OPTIMIZER, {"groups": []})["groups"]
-    values |= {f"the options of group {number}": group["options"] for number, group in enumerate(groups)}
-    for key, value in values.items():
-        if odd := kinds_in(value) & {"array", "class", "deque", "enum", "object"}:
-            raise StateMismatchError(f"{key} has a value of kind {min(odd)}, which this format cannot carry")
 
 
 def inspect(folder: Path) -> dict[str, Any]:
