@@ -18,14 +18,16 @@ _BUFFERS_AT_ONCE = 250 * 2**20  # bytes, as in PyTorch's DDP
 def take_values_of_first(group: RankGroup, tensors: Iterable[Tensor]) -> None:
     """Give tensors the values of rank 0, in place; all ranks call, and it communicates."""
     dense = [tensor.detach() for tensor in tensors if tensor.numel() and group.size > 1]
-    for start in range(0, len(dense), _AT_ONCE):
-        some = dense[start : start + _AT_ONCE]
-        rows = [in_order_of_memory(tensor, dense_strides(tensor)) for tensor in some]
-        for work in group.broadcast_rows([(0, row) for row in rows], "the values of rank 0"):
-            work.wait()
-        for tensor, row in zip(some, rows, strict=True):
-            if row.data_ptr() != tensor.data_ptr():
-                tensor.copy_(row.as_strided(tensor.shape, dense_strides(tensor)))
+    for device in dict.fromkeys(tensor.device for tensor in dense):
+        there = [tensor for tensor in dense if tensor.device == device]
+        for start in range(0, len(there), _AT_ONCE):
+            some = there[start : start + _AT_ONCE]
+            rows = [in_order_of_memory(tensor, dense_strides(tensor)) for tensor in some]
+            for work in group.broadcast_rows([(0, row) for row in rows], "the values of rank 0"):
+                work.wait()
+            for tensor, row in zip(some, rows, strict=True):
+                if row.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(row.as_strided(tensor.shape, dense_strides(tensor)))
 
 
 def seen_buffers(module: nn.Module) -> list[Tensor]:

@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import threading
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +28,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.hosts import find_hosts
 from zero_optim.comm.lanes import lanes_beside
 from zero_optim.compat import private
-from zero_optim.host import messages
+from zero_optim.host import channel, messages
 from zero_optim.host.channel import PIECE, Outgoing
 from zero_optim.host.messages import OneHost
 
@@ -216,6 +216,23 @@ def test_an_error_in_a_sum_is_heard_by_all() -> None:
     said = [str(outcome.said) for outcome in outcomes(2, fail_to_add)]
     assert "planted" in said[0], said
     assert "rank 0" in said[1], said
+
+
+@on_ranks(2)
+def test_a_profile_has_a_range_for_what_comes() -> None:
+    """Whichever thread moves it."""
+    group, names = shared()[0], list[str]()
+
+    def seen(name: str) -> AbstractContextManager[None]:
+        names.append(name)
+        return nullcontext()
+
+    profiling = mock.patch.object(channel, "is_profiling", return_value=True)
+    with profiling, mock.patch("torch.profiler.record_function", seen):
+        for work in group.broadcast_rows([(0, torch.ones(4))]):
+            work.wait()
+        group.start_sum(torch.ones(4), "").wait()
+    assert set(names) == ({"memory:rows", "memory:sum"} if group.rank else {"memory:sum"})
 
 
 def die_inside_a_row() -> None:

@@ -148,11 +148,9 @@ def test_a_profiler_sees_the_works_by_name() -> None:
     with torch.profiler.profile() as profiler:
         wrapped(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-    names = {event.name for event in profiler.events()}
+    names = {event.name for event in profiler.events() if event.name.startswith("zero_optim.")}
     assert {"zero_optim.gather bucket 0", "zero_optim.gather bucket 0 wait"} <= names
     assert {"zero_optim.reduce bucket 0", "zero_optim.reduce bucket 0 wait"} <= names
-    if optimizer.ranks.shared_memory(torch.device("cpu")) is not None:
-        assert {"memory:rows", "memory:sum"} <= names  # of which pictures of a profile are made
 
 
 def status(*waits: str, inside: tuple[str, int] | None = None, last: str = "", **counts: int) -> Status:
