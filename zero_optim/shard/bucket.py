@@ -11,6 +11,7 @@ Note [Moving parameters]
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from typing import ClassVar
 from weakref import WeakSet
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from zero_optim.compat import private
 from zero_optim.compat.memory import give_back_pages, is_seen_by_others, seen_outside
+from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import ZERO1, Schedule
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.pieces import Piece, is_whole
@@ -112,6 +114,7 @@ class Bucket:
     """Parameters that are sent in one 1-D flat tensor, with a row for each owner; whole on every rank."""
 
     schedule: Schedule = ZERO1  # the row of the table by which the engine runs it
+    keeps_gather: ClassVar[bool] = False  # until `arrive`; else the engine does
 
     def __init__(
         self,
@@ -210,6 +213,14 @@ class Bucket:
             others = [part for part in others if part[0] in shared]
             others = [part for part in others if self.forms[part[0]].fits(self.params[part[0]])]
         self._copy(flat, others, into_params=True)
+
+    def keep(self, gather: Pending[None]) -> None:
+        """Keep a gather that was started, if it `keeps_gather`."""
+        raise NotImplementedError
+
+    def arrive(self) -> None:
+        """Make the current stream wait for the gather that it keeps."""
+        raise NotImplementedError
 
     def stepped(self, *, changed: bool) -> None:
         """Note that a step is over, in which this rank's row may have changed."""

@@ -44,7 +44,6 @@ from zero_optim.health.stamps import Call, Stamps
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
 from zero_optim.shard.bucket import Bucket, copy_out
 from zero_optim.shard.gathers import BucketGathers
-from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.task import Task
 
 NUM_FLAT_TENSORS = 4  # of gathers that a call waits for, at most
@@ -247,7 +246,7 @@ class Engine:
         """Start gathers; of those that this moment waits for, as many at once as memory allows."""
         with task.span:
             for bucket in task.to_gather(buckets):
-                if isinstance(bucket, RowBucket):  # it keeps its gather itself
+                if bucket.keeps_gather:
                     bucket.keep(task.gather(bucket))
                 elif Operation.WAIT in bucket.schedule.moments[moment]:
                     task.start_awaited(bucket, NUM_FLAT_TENSORS)
@@ -262,7 +261,7 @@ class Engine:
             if self.under_way:
                 self.under_way.wait_for(buckets)
             for bucket in buckets:
-                if isinstance(bucket, RowBucket):
+                if bucket.keeps_gather:
                     bucket.arrive()
             task.arrived()
 

@@ -66,6 +66,7 @@ class RowBucket(Uncopied, Bucket):
     """A bucket of which this rank keeps its ``row``: Note [Freed in place]. Starts without memory."""
 
     schedule = ZERO3
+    keeps_gather = True
 
     def __init__(
         self,
