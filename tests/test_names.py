@@ -129,6 +129,12 @@ def test_no_file_of_the_wrappers_and_reducers_writes_attributes_of_objects_of_an
     assert [*written_of_others(ast.parse("unit.holds += 1"), of_parts=False)] == ["unit.holds"]
 
 
+def test_nobody_asks_a_bucket_for_its_class() -> None:
+    calls = [node for tree in sources() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    asked = [ast.unparse(each) for each in calls if ast.unparse(each.func) == "isinstance"]
+    assert [each for each in asked if re.search(r"Bucket\b", each)] == []
+
+
 def test_a_property_or_a_function_named_like_a_question_writes_no_attribute() -> None:
     asked = [node for tree in sources() for node in ast.walk(tree) if asks(node)]
     acting = [node.name for node in asked if any(map(is_target, ast.walk(node)))]
