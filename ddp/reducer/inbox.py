@@ -122,10 +122,10 @@ def _output_reached(witness: Tensor | None, reached: Callable[[], None], _: Tens
 class _Token:
     """Calls ``broke_off`` when it dies, unless that is None; cheaper than `weakref.finalize`."""
 
-    __slots__ = ("broke_off",)
+    broke_off: Callable[[], None] | None = None  # of one that dynamo makes, which traces this
 
     def __init__(self, broke_off: Callable[[], None]) -> None:
-        self.broke_off: Callable[[], None] | None = broke_off
+        self.broke_off = broke_off
 
     def __del__(self) -> None:
         if self.broke_off is not None:
