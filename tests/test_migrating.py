@@ -96,11 +96,10 @@ def test_both_scripts_of_a_pair_end_with_the_same_weights(name: str, tmp_path: P
     theirs = names_of_others(name, tmp_path / "theirs")
     with as_torchrun_says():
         exec(code, theirs)
+    # FSDP2 of 2.8 rounds otherwise than its DDP; on some processors DeepSpeed's norm has another last bit.
+    near = {"FSDP2": 1e-5 if TORCH == (2, 8) else 0, "DeepSpeed": 1e-7}.get(name, 0)
     for got, want in zip(weights(ours["model"]), weights(theirs["model"]), strict=True):
-        if TORCH == (2, 8) and name == "FSDP2":  # it rounds otherwise than its DDP
-            torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
-        else:
-            assert torch.equal(got, want)
+        torch.testing.assert_close(got, want, rtol=0, atol=near)
     if name == "FairScale":
         dist.barrier()
         state = torch.load(tmp_path / "theirs" / "optimizer.pt", weights_only=False)
