@@ -21,13 +21,13 @@ BY_PARAMETER = ("heavyball.SOAP", "heavyball.SOLP")
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_class_is_equal_or_refused_as_the_page_says(pool: Pool, package: str) -> None:
-    results, other = pool.run(2, sweep, package, timeout=500)
+    results, other = pool.run(2, sweep, package, timeout=1000)
     assert len(results) == len(other) > 0
     assert {name: result for name, result in results.items() if result.answer == "wrong"} == {}
     assert page_of(package, results) == documented(package)
 
 
-@on_ranks(3, timeout=500)
+@on_ranks(3, timeout=1000)
 @pytest.mark.parametrize("name", [*WRITING, *BY_PARAMETER])
 def test_classes_that_write_down_what_they_have_train_for_long(name: str, tmp_path: Path) -> None:
     """Clipped, with parameters frozen for a while; on two ranks, then on three, and on each alone."""
