@@ -14,6 +14,7 @@ Note [Failures before anything is stepped]
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch import Tensor
 from zero_optim.comm.agreement import agree, one_error
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.dtensor.moves import Form, RowMoves, Whole
-from zero_optim.dtensor.placement import Chunks, gradient_rows, local_rows
+from zero_optim.dtensor.placement import Chunks, gradient_rows, is_dtensor, local_rows
 from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import HELD_ROWS, HELD_WHOLE
 from zero_optim.health.stamp import Header
@@ -48,6 +49,11 @@ class HeldLeaves:
     grads: dict[Tensor, Tensor] = field(default_factory=dict)
     names: dict[Tensor, list[str]] = field(default_factory=dict)
 
+    def note_state(self, state: Mapping[Any, Any]) -> None:
+        """Note the names of the entries of a whole state, by parameter."""
+        self.names.clear()
+        self.names.update((param, list(entries)) for param, entries in state.items() if is_dtensor(param))
+
     def come(self, param: Tensor, value: Tensor) -> None:
         """Take a whole tensor that has come."""
         self.values[param] = value
@@ -71,7 +77,7 @@ class HeldBucket(Bucket):
         self.schedule = HELD_ROWS if owners is None else HELD_WHOLE
         self.names, self._leaves = names, leaves
         self._moves: RowMoves | None = None
-        self.coming: Pending[tuple[list[bytes], list[Whole]]] | None = None  # to owners
+        self._coming: Pending[tuple[list[bytes], list[Whole]]] | None = None
         self._grads: list[Tensor | None] = [None] * len(params)
         if owners is not None:
             shapes = [tuple(param.shape) for param in params]
@@ -108,12 +114,17 @@ class HeldBucket(Bucket):
     def start_to_owners(self, head: bytes) -> None:
         """Start to bring rows of gradients and parameters to owners, behind the head for all ranks."""
         assert self._moves is not None
-        self.coming = self._moves.start_to_owners(head, self._grads, list(map(local_rows, self.params)))
+        self._coming = self._moves.start_to_owners(head, self._grads, list(map(local_rows, self.params)))
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether rows are on their way to owners."""
+        return self._coming is not None
 
     def take_arrived(self) -> list[bytes]:
         """Wait for what owners step; return the heads of all ranks."""
-        assert self.coming is not None
-        coming, self.coming = self.coming, None
+        assert self._coming is not None
+        coming, self._coming = self._coming, None
         heads, (grads, values) = coming.wait()
         present = self.present()
         for number, value in values.items():
@@ -130,7 +141,7 @@ class HeldBucket(Bucket):
     def start_to_holders(self, header: Header | None) -> Pending[None]:
         """Start to send rows of the owned parameters back, with a header."""
         assert self._moves is not None
-        if self.coming is not None:  # a step that failed did not ask for it
+        if self.is_coming:  # a step that failed did not ask for it
             self.take_arrived()
         wholes = {number: self._leaves.values[self.params[number]] for number in self._moves.owned}
         pending = self._moves.start_to_holders(wholes, list(map(local_rows, self.params)), header)
@@ -140,7 +151,7 @@ class HeldBucket(Bucket):
 
     def release(self) -> None:
         """Drop gradients, and whole tensors."""
-        self._grads, self.coming = [None] * len(self.params), None
+        self._grads, self._coming = [None] * len(self.params), None
         for param in self.params:
             self._leaves.grads.pop(param, None)
         for number in () if self._moves is None else self._moves.owned:

@@ -233,7 +233,7 @@ class Iteration:
                 )
             core.check_gradients()
             if self.joins.under_way:  # where gradients are whole
-                self.joins.clips.append(str(arguments))
+                self.joins.note_clip(str(arguments))
                 return clip_alone(core.params, arguments)
         except (RuntimeError, ValueError, TypeError) as failure:
             if self.joins.under_way and self.joins.announce():

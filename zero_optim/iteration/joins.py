@@ -54,7 +54,7 @@ class Joins(Joinable):
         super().__init__()
         _JOINS.add(self)
         self._core = core
-        self.clips: list[str] = []  # the arguments of each since the last step
+        self._clips: list[str] = []  # the arguments of each since the last step
 
     def release(self) -> None:
         """Begin anew: PyTorch leaves the configuration as the last Join set it."""
@@ -67,7 +67,7 @@ class Joins(Joinable):
 
     def join_hook(self, **kwargs: object) -> JoinHook:
         """Begin an epoch. The optimizer's own hook does the work."""
-        self.clips = []
+        self._clips = []
         return JoinHook()
 
     @property
@@ -85,9 +85,13 @@ class Joins(Joinable):
         Join.notify_join_context(self)
         return bool(self._join_config.enable)
 
+    def note_clip(self, arguments: str) -> None:
+        """Note with what this rank has clipped, which the others hear of before the step."""
+        self._clips.append(arguments)
+
     def take_clips(self) -> str:
-        """Return with what this rank has clipped since the last step, which the others hear of."""
-        clips, self.clips = self.clips, []
+        """Return what was noted since the last step."""
+        clips, self._clips = self._clips, []
         return "; ".join(clips)
 
     def end_step(self) -> None:

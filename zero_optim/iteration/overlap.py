@@ -7,7 +7,7 @@ thread of the backward pass, in the next bucket's hook: Note [A thread or none] 
 
 import math
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -107,7 +107,7 @@ class Overlap:
         self._joins = joins
         self._trained: list[frozenset[Tensor]] = []
         self._loop_calls_step = False
-        self.stepped: dict[Tensor, None] = {}  # not gathered yet; perhaps at an earlier moment
+        self._stepped: dict[Tensor, None] = {}  # not gathered yet; perhaps at an earlier moment
         # What this pass has not gathered, with bytes to step: the header goes with the last one.
         self._left: dict[Bucket, int] = {}
 
@@ -205,13 +205,17 @@ class Overlap:
         task = PartTask(self, gradients, failure, checks=ends)
         engine.on(moment, engine.buckets if ends else engine.buckets_of(gradients), task)
 
+    def note_stepped(self, params: Iterable[Tensor]) -> None:
+        """Record parameters that the next gather brings."""
+        self._stepped.update(dict.fromkeys(params))
+
     def take_stepped(self, buckets: Sequence[Bucket]) -> tuple[list[Bucket], frozenset[Tensor], bool]:
         """Return those of some buckets that were stepped, the parameters, and whether the pass has no others.
 
         All are gathered now.
         """
-        changed = frozenset(self.stepped)  # the pass still reads frozen ones
-        self.stepped.clear()
+        changed = frozenset(self._stepped)  # the pass still reads frozen ones
+        self._stepped.clear()
         stepped = [bucket for bucket in self.core.engine.buckets_of(changed) if bucket in buckets]
         for bucket in stepped:
             self._left.pop(bucket, None)
@@ -312,7 +316,7 @@ class PartTask(Task):
                     core.owned.step(core.groups, None, self._gradients)
         except BaseException as error:  # noqa: BLE001 - raised after the gather, for which others wait
             self.failure = self.failure or error
-        self._overlap.stepped.update(dict.fromkeys(self._gradients))
+        self._overlap.note_stepped(self._gradients)
         if core.engine.stamps is not None and self.failure is not None:
             core.engine.stamps.fail(self.failure)
 

@@ -81,7 +81,7 @@ class StepTask(Task, Generic[T]):
                 check_heads(core.group, self._held, heads, self.failure)
             except BaseException:
                 for bucket in self._moved:
-                    if bucket.coming is not None:  # on every rank
+                    if bucket.is_coming:  # on every rank
                         bucket.take_arrived()
                 raise
         if self._is_in_parts and len(self._moved) > 1:
@@ -107,7 +107,7 @@ class StepTask(Task, Generic[T]):
         grads = {param: core.owned.leaves.own_gradient(param) for param in core.own_params()}
         rest = {param: grad for param, grad in grads.items() if param not in moving}
         for number, bucket in enumerate(self._moved):
-            if bucket.coming is not None:
+            if bucket.is_coming:
                 bucket.take_arrived()
             try:
                 if self.failure is None:

@@ -113,7 +113,7 @@ def copy_out(params: Iterable[Tensor], places: Sequence[tuple[int, int]]) -> Non
 class Bucket:
     """Parameters that are sent in one 1-D flat tensor, with a row for each owner; whole on every rank."""
 
-    schedule: Schedule = ZERO1  # the row of the table by which the engine runs it
+    schedule: Schedule = ZERO1
     keeps_gather: ClassVar[bool] = False  # until `arrive`; else the engine does
 
     def __init__(
@@ -131,7 +131,7 @@ class Bucket:
         self.params = params
         self.layout, self.slices = layout, slices
         self.rank = rank
-        self.label = label  # names it in messages; a later plan may have another one
+        self.label = label  # names it in messages
         self.forms = list(map(Form.of, params))
         self.device, self.dtype = self.forms[0].device, dtype or self.forms[0].dtype
         self.nbytes = layout.numel * self.dtype.itemsize  # of the flat tensor with padding
@@ -157,6 +157,14 @@ class Bucket:
         """Copy and pickle as a new bucket of the copied parameters."""
         make = partial(Bucket, slices=self.slices, as_views=self.is_in_place)
         return make, (self.params, self.layout, self.rank, self.label)
+
+    def relabel(self, label: str) -> None:
+        """Take the name that a later plan has for it."""
+        self.label = label
+
+    def run_by(self, recipe: Schedule) -> None:
+        """Take the row of the table by which the engine runs this bucket."""
+        self.schedule = recipe
 
     @property
     def is_active(self) -> bool:

@@ -148,7 +148,7 @@ class Engine:
         read, lazy = frozenset[Tensor]().union(*self._readers), self._recipe.lazily()
         for bucket in self.buckets:
             if bucket.schedule.parameters is Placement.WHOLE:  # others have a recipe of their own
-                bucket.schedule = lazy if read.issuperset(bucket.params) else self._recipe
+                bucket.run_by(lazy if read.issuperset(bucket.params) else self._recipe)
 
     @property
     def span(self) -> AbstractContextManager[object]:

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -157,6 +157,10 @@ class Sharding:
     def piece_here(self, param: Tensor) -> Piece | None:
         """Return this rank's rows of a parameter, or None."""
         return piece_of(self.pieces[param], self.group.rank)
+
+    def hold(self, rows: Mapping[Tensor, Pieces | None]) -> None:
+        """Note parameters of which others keep rows, with these rows if they are cut by rows."""
+        self.held.update(rows)
 
     @property
     def row_buckets(self) -> list[RowBucket]:

@@ -74,7 +74,7 @@ class BucketMaker:
         for planned, label in zip(plan.buckets, labels, strict=True):
             members = [params[index] for index in planned.params]
             if (kept := rows.get(members[0])) is not None:
-                kept.label = label
+                kept.relabel(label)
                 buckets.append(kept)
                 continue
             layout, slices = self._sliced(group, planned.layout, members[0].device)

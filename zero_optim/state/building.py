@@ -89,7 +89,7 @@ def new_parts(inputs: PlanInputs, group: RankGroup) -> tuple[Sharding, Leaves, W
     """Make the owners, leaves and averages, still none."""
     of, store = inputs.options, inputs.store
     sharding = Sharding(group, of.parameters_as_bucket_view, of.bucket_cap_mb, store=store)
-    sharding.held.update(row_pieces(inputs.held))
+    sharding.hold(row_pieces(inputs.held))
     home = store.rows if isinstance(store.rows, HostStorage) else None  # of an accelerator's model
     leaves = Leaves(of.master_dtype, store.params, home)
     return sharding, leaves, WeightAverage(of.ema_decay, leaves)
@@ -123,7 +123,7 @@ def add_group(core: Core, group: dict[str, Any]) -> None:
             names = short_names(core.groups)[len(params_of(core.groups[:before])) :]
             held = held_among(list(zip(names, group["params"], strict=True)), core.group)
             inputs.held.update(held)
-            sharding.held.update(row_pieces(held))
+            sharding.hold(row_pieces(held))
             core.group.check_serves([param for param in group["params"] if param not in held])
             own = GroupOptions.taken_from(new, owned.local.default, inputs.options)
             own.check_dtypes(new, owned.leaves.stepped_dtype)

@@ -103,9 +103,7 @@ def whole_state(core: Core) -> dict[Any, Any]:
                 state[param][name] = as_dtensor(rows, param, param.shape)
             else:
                 state[param][name] = map_tensors(value, partial(move, index))
-    names = core.owned.leaves.held.names
-    names.clear()
-    names.update((param, list(entries)) for param, entries in state.items() if is_dtensor(param))
+    core.owned.leaves.held.note_state(state)
     return {**state, **merged}
 
 

@@ -75,7 +75,7 @@ class PartialGradient(Tensor):
         agree: Agree | None = None,
     ) -> None:
         self.agree = agree
-        self.rows_to_come = piece  # without a wait, for device work after the copy of the rows
+        self._rows = piece
         self._comes = comes
         self._dtype = param.dtype if dtype is None else dtype
         self._of = weakref.ref(param)
@@ -87,9 +87,14 @@ class PartialGradient(Tensor):
     @property
     def piece(self) -> Tensor | None:
         """This rank's rows, or None. The CPU waits for them."""
-        if self._comes is not None and self.rows_to_come is not None:
+        if self._comes is not None and self._rows is not None:
             self._comes()
-        return self.rows_to_come
+        return self._rows
+
+    @property
+    def rows_to_come(self) -> Tensor | None:
+        """`piece` without a wait, for device work after the copy of the rows."""
+        return self._rows
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
@@ -97,7 +102,7 @@ class PartialGradient(Tensor):
         return self._dtype
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ANN401
-        here = "no rows here" if self.rows_to_come is None else f"{self.rows_to_come.shape[0]} rows here"
+        here = "no rows here" if self._rows is None else f"{self._rows.shape[0]} rows here"
         kind = f"{tuple(self.shape)}, {self.dtype}, {self.device}"
         return f"PartialGradient({self._name}: {kind}, {owned_by_text(self._pieces)}, {here})"
 
@@ -145,7 +150,7 @@ class PartialGradient(Tensor):
         name = func.overloadpacket.__name__
         first = args[0] if args else None
         if name == "detach" and isinstance(first, PartialGradient):
-            return first._with(first.rows_to_come)
+            return first._with(first._rows)
         if name == "detach_":
             return first
         beside = args[1:]
