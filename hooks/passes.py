@@ -65,11 +65,15 @@ class SteppedPass:
     joined: bool  # this rank's inputs ended, or it broke off before its first bucket
     has_begun: bool = False
     is_complete: bool = False
-    number: int = -1  # of the last bucket of DDP that came
+    number: int = -1
     reduced: dict[int, Gradients] = field(default_factory=dict)  # that are not stepped yet, by bucket
     full: set[int] = field(default_factory=set)  # those of `reduced` that can be stepped
     unsure: set[Tensor] = field(default_factory=set)  # Note [Gradients that are all zero]
     error: BaseException | None = None  # the first, which ``backward()`` raises when DDP has ended the pass
+
+    def came(self, number: int, *, is_last: bool) -> None:
+        """Note a bucket of DDP."""
+        self.number, self.is_complete = number, is_last
 
     @torch.no_grad()
     def begin(self, optimizer: ZeroRedundancyOptimizer) -> None:
@@ -85,13 +89,17 @@ class SteppedPass:
             with self.storing_errors():
                 self.overlap.core.engine.take_over()
 
+    def store(self, error: BaseException) -> None:
+        """Store an exception, if it is the first."""
+        self.error = self.error or error
+
     @contextmanager
     def storing_errors(self) -> Iterator[None]:
         """Store the body's exception as the pass's error."""
         try:
             yield
         except BaseException as error:  # noqa: BLE001 - raised when backward has ended
-            self.error = self.error or error
+            self.store(error)
             with suppress(Exception):  # DDP waits for the future, whatever fails
                 self.overlap.lanes.abandon()
 
@@ -191,7 +199,7 @@ class SteppedBucket:
             try:
                 self.done.set_result(value)
             except BaseException as error:  # noqa: BLE001 - raised when backward has ended
-                self.of.error = self.of.error or error
+                self.of.store(error)
             else:
                 return
 

@@ -167,7 +167,7 @@ class ZeroStep:
         of, is_known = self._pass, not joined and backward in self._ending
         if of is None or (number <= of.number and not is_known):  # the pass before may have broken off
             of = self._new_pass(joined)
-        of.number, of.is_complete = number, bucket.is_last()
+        of.came(number, is_last=bucket.is_last())
         if not joined and backward not in self._ending:  # perhaps of a pass that is new here
             self._ending.add(backward)
             autograd.after_backward(self._before_end)
