@@ -186,8 +186,7 @@ def _add_optimizer(part: RankContent, objects: Objects, rank: int) -> tuple[Rank
     for content, groups in both:
         packed = content.packed_groups(zip(names.groups, map(options_of, groups), strict=True))
         content.values[OPTIMIZER] = {"named": names.named, "groups": packed, "params": params}
-    name_of = {param: name for name, param in names.param.items()}
-    state, cuts = optimizer.owned_state(), optimizer.core.cut_states()
+    name_of, state, cuts = names.name, optimizer.owned_state(), optimizer.core.cut_states()
     own.add(EVERYWHERE, {key: state.pop(key) for key in list(state) if not isinstance(key, Tensor)})
     for param, value in state.items():
         key = f"{STATE}/{key_of(name_of[param])}"

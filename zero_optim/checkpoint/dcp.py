@@ -41,8 +41,7 @@ class OptimizerState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that this rank owns, or the dict to load into; does not communicate."""
         optimizer, names = self._optimizer, names_of(self._optimizer, self._model)
-        name_of = {param: name for name, param in names.param.items()}
-        rank, cuts = optimizer.ranks.rank, optimizer.core.cut_states()
+        name_of, rank, cuts = names.name, optimizer.ranks.rank, optimizer.core.cut_states()
         params = {name_of[param]: param for param in optimizer.owned_parameters()}
         owned = {name: (cuts[p], cuts[p].piece_of(rank)) if p in cuts else None for name, p in params.items()}
         state = Owned(params, owned)

@@ -8,6 +8,7 @@ Note [Family]
 
 import os
 import re
+import secrets
 import time
 from collections.abc import Iterable
 from contextlib import closing, suppress
@@ -75,6 +76,11 @@ def _complete_ones(folders: Iterable[Path]) -> list[Path]:
             manifest = manifests.read(folder)
             age[folder] = manifest.number, manifest.time_ns  # clocks can be set back
     return sorted(age, key=age.__getitem__)
+
+
+def new_token() -> str:
+    """Return a random name for a save, so that its files have names of their own."""
+    return secrets.token_hex(6)
 
 
 def complete(folder: Path, world_size: int, saved: Saved, values: Json, *, alone: bool) -> None:

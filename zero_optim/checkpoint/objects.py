@@ -186,6 +186,11 @@ class Names:
     named: bool
     param: dict[str, Tensor]
 
+    @property
+    def name(self) -> dict[Tensor, str]:
+        """The name of each parameter."""
+        return {param: name for name, param in self.param.items()}
+
 
 def positional(group: int, place: int) -> str:
     """Name a parameter that has no name."""

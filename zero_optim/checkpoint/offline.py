@@ -1,6 +1,5 @@
 """Checkpoints without a cluster: in one process, with one tensor in memory, the others mapped from files."""
 
-import secrets
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import datetime, timezone
@@ -13,7 +12,7 @@ import torch
 from zero_optim.checkpoint.content import MODEL, OPTIMIZER, RANDOM, RankContent, model_of, model_parts
 from zero_optim.checkpoint.data import DTYPES, Box, CheckpointReader, box_of, bytes_of, lay_out, write_tensors
 from zero_optim.checkpoint.files import FolderLock, remove_stale_parts, replacing, write_all
-from zero_optim.checkpoint.folder import complete, own_folder
+from zero_optim.checkpoint.folder import complete, new_token, own_folder
 from zero_optim.checkpoint.manifest import VERSION, Manifest, blamed_on, parse
 from zero_optim.checkpoint.sections import mapping, of_file, of_reader, sections_of, state_dict_of
 from zero_optim.checkpoint.values import kinds_in
@@ -140,7 +139,7 @@ def convert(source: Path, out: Path, to: str, *, force: bool = False) -> None:
                 return content.bytes_of(box)
 
         with _writing(out), closing(FolderLock(out)) as lock:
-            saved = write_tensors(out, secrets.token_hex(6), 0, content.all_boxes(), read)
+            saved = write_tensors(out, new_token(), 0, content.all_boxes(), read)
             complete(out, 1, saved, content.values, alone=lock.keeps_out)
         return
     values = {key: value for key, value in content.values.items() if not key.startswith(RANDOM)}

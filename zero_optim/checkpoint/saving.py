@@ -13,7 +13,6 @@ Note [Protocol of a save]
 import atexit
 import logging
 import os
-import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, replace
@@ -249,7 +248,7 @@ class _Save:
         try:
             with self._together():
                 lock = FolderLock(folder) if group.rank == 0 else None
-            token = group.all_gather_fixed(secrets.token_hex(6).encode())[0].decode()
+            token = group.all_gather_fixed(folders.new_token().encode())[0].decode()
             removes: Iterable[int] = [group.rank]  # the files of these ranks, after an error
             try:
                 with self._together():

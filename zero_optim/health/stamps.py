@@ -58,7 +58,7 @@ class Call(NamedTuple):
         if self.failure is None:
             return ""
         kind, message, _ = failure_of(self.failure)
-        return f"{kind} in {self.name}: {message}"[:2000]
+        return f"{kind} in {self.name}: {message}"[:2000]  # characters: a watchdog tells it
 
 
 @dataclass(slots=True, eq=False)
@@ -224,7 +224,7 @@ class Stamps:
             if len(by_value) == 1:
                 continue
             self._num_rounded += 1
-            self.samples = self.samples and self._num_rounded < 8
+            self.samples = self.samples and self._num_rounded < 8  # such comparisons are enough
             values = list(map(complex, by_value))
             far = 0.01 * max(map(abs, values))  # what is nearer may be rounding
             if all(abs(value - values[0]) <= far for value in values):

@@ -101,7 +101,8 @@ class UnitStamps:
 
     def check(self) -> None:
         """Compare marks, unless the CPU would wait; RankMismatchError if ranks gather different units."""
-        while self._marked and (self._marked[0].is_here or len(self._marked) > 8):  # else it may be late
+        # An accelerator may not have ended the last eight gathers.
+        while self._marked and (self._marked[0].is_here or len(self._marked) > 8):
             arrival = self._marked.popleft()
             if arrival.read_uniform(self._group.read):
                 continue

@@ -139,7 +139,7 @@ class Watchdog:
         """End the thread and wait for it; the interpreter calls it at exit."""
         self._end_if_unused(at_once=True)
         self._listener.wake()
-        self._thread.join(3.0)
+        self._thread.join(3.0)  # seconds, at most, that the end of the process waits
 
     def _run(self) -> None:
         try:

@@ -31,7 +31,6 @@ class BuiltOptimizer:
         self.spec = next(iter(given.values())).spec
         self.traits: Traits | None = None  # none if the class is not tried
         self.written: set[OptionKey] = set()
-        self._before: list[dict[str, Plain]] = []  # what a step may change in place
         self._members: list[list[Tensor]] = []  # of groups, whose places are known
         self._places: dict[Tensor, tuple[int, int]] = {}  # of leaves: number of the group, place in it
         self._answers: dict[object, Any] = {}  # of probes that steps and loads ask again
@@ -134,20 +133,19 @@ class BuiltOptimizer:
 
     # ------------------------------------------------------------------ the options of the public groups
 
-    def take_options(self, groups: Sequence[ParamGroup]) -> None:
-        """Give the class the options of its public groups, before a call."""
-        self._before = []
+    def take_options(self, groups: Sequence[ParamGroup]) -> list[dict[str, Plain]]:
+        """Give the class the options of its public groups; return what a call may change in place."""
         for number, own in zip(self.given, self.optimizer.param_groups, strict=True):
             _set_options(own, groups[number])
-            self._before.append(changeable(own))
+        return list(map(changeable, self.optimizer.param_groups))
 
-    def write_options(self, groups: Sequence[ParamGroup]) -> None:
+    def write_options(self, groups: Sequence[ParamGroup], before: Sequence[dict[str, Plain]]) -> None:
         """Give its public groups the options that the class has now, behind the call."""
-        for number, own, before in zip(self.given, self.optimizer.param_groups, self._before, strict=True):
+        for number, own, earlier in zip(self.given, self.optimizer.param_groups, before, strict=True):
             changed = _set_options(groups[number], own)
-            if before:
+            if earlier:
                 now = changeable(own)
-                changed += [key for key, was in before.items() if not are_close(was, now.get(key))]
+                changed += [key for key, was in earlier.items() if not are_close(was, now.get(key))]
             if changed:
                 self.written.update((number, str(key)) for key in changed)
 

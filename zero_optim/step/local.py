@@ -234,11 +234,11 @@ class LocalOptimizer:
         """
         if len(groups) != self.num_groups:
             raise self._other_groups(len(groups))
-        for built in self._built:
-            built.take_options(groups)
-        results = [method(*args, **kwargs) for method in methods or map(_STEP, self._built)]
-        for built in self._built:
-            built.write_options(groups)
+        before = [built.take_options(groups) for built in self._built]
+        called = map(_STEP, self._built) if methods is None else methods
+        results = [method(*args, **kwargs) for method in called]
+        for built, each in zip(self._built, before, strict=True):
+            built.write_options(groups, each)
         return results[0]
 
     def follow_members(self, groups: Sequence[ParamGroup]) -> None:
