@@ -267,7 +267,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a ``GradScaler`` calls `step` after an infinity too: Note [Infinities] in `step.join`."""
+        """Whether a ``GradScaler`` calls `step` after an infinity too: Note [Infinities] in `step.amp`."""
         return self.iteration.joins.under_way or self.iteration.has_begun
 
     def clip_grad_norm_(
