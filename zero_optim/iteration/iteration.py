@@ -21,8 +21,6 @@ from zero_optim.state import rebinding
 from zero_optim.state.core import Core
 from zero_optim.step.amp import Scaling, drop_scale
 from zero_optim.step.clip import ClipArguments, NormSlots, clip_alone, clip_together
-from zero_optim.step.amp import Scaling, drop_scale
-from zero_optim.step.clip import ClipArguments, NormSlots, clip_alone, clip_together
 from zero_optim.step.join import Status, exchange, ranks_that
 
 T = TypeVar("T")
