@@ -5,8 +5,8 @@ import torch
 from fake_streams import FakeStream, fake_streams
 from zero_optim.flow.pending import Pending
 from zero_optim.plan.layout import whole
-from zero_optim.shard.own_row import UnitMemory
 from zero_optim.shard.row_bucket import RowBucket
+from zero_optim.shard.unit_memory import UnitMemory
 
 
 def test_a_stream_waits_for_a_unit_that_another_stream_has_waited_for() -> None:

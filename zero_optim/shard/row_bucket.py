@@ -30,9 +30,10 @@ from zero_optim.plan.layout import Layout
 from zero_optim.plan.slices import Slices
 from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE
 from zero_optim.shard.bucket import Bucket
-from zero_optim.shard.own_row import OwnRow, UnitMemory
+from zero_optim.shard.own_row import OwnRow
 from zero_optim.shard.places import FreedParams
 from zero_optim.shard.row_storage import RowStorage
+from zero_optim.shard.unit_memory import UnitMemory
 
 _WRITE = (
     "a parameter of {name} was written to, or got other memory, while its values were not on this rank, so "
