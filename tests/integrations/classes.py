@@ -86,6 +86,15 @@ FEEDS = {
 }
 NUM_STEPS = 10
 
+# They step matrices of one shape as a batch. On some processors it has the bits of each matrix, on others not.
+BATCHED = {
+    "heavyball": (
+        *("HeavyKLSOAP", "HeavySOAP", "HeavySOAPAdEMAMix", "HeavySOAPNAdam", "HeavySOLP"),
+        *("KLSOAP", "SOAP", "SOAPAdEMAMix", "SOAPNAdam", "SOLP"),
+    )
+}
+JOINS = "its steps join parameters"
+
 # Parts of messages, and what the page says of them.
 REASONS = (
     ("has a state_dict() of its own", "its own `state_dict()` cannot be saved in parts"),
@@ -99,8 +108,8 @@ REASONS = (
     ("requires closure", "needs a closure"),
     ("needs second-order gradients", "needs second-order gradients"),
     ("parameter size is 0", "raises on a rank without parameters"),
-    ("the group's entry", "its steps join parameters"),
-    (" differed after step", "its steps join parameters"),
+    ("the group's entry", JOINS),
+    (" differed after step", JOINS),
     ("named_parameters", "takes a model"),
     ("no attribute 'parameters'", "takes a model"),
     ("missing", "takes more than parameters"),
@@ -308,11 +317,19 @@ def short(reason: str) -> str:
 def page_of(package: str, results: dict[str, Result]) -> str:
     """Write what the page says of a package."""
     by_reason: dict[tuple[str, str], list[str]] = {}
+    batched = []
     for name, (answer, reason, _) in results.items():
-        by_reason.setdefault((answer, short(reason) if reason else ""), []).append(name)
-    counts = {each: sum(r.answer == each for r in results.values()) for each in ("equal", "refused", "wrong")}
-    wrong = f", {counts['wrong']} WRONG" if counts["wrong"] else ""
-    count = f"{counts['equal']} equal, {counts['refused']} refused{wrong}"
+        why = short(reason) if reason else ""
+        if name in BATCHED.get(package, ()) and (answer, why) in (("equal", ""), ("refused", JOINS)):
+            batched.append(name)
+        else:
+            by_reason.setdefault((answer, why), []).append(name)
+    counts = dict.fromkeys(("equal", "refused", "wrong"), 0)
+    for (answer, _), names in by_reason.items():
+        counts[answer] += len(names)
+    count = f"{counts['equal']} equal, {counts['refused']} refused"
+    count += f", {len(batched)} by processor" if batched else ""
+    count += f", {counts['wrong']} WRONG" if counts["wrong"] else ""
     lines = [
         f"### {package}",
         "",
@@ -324,7 +341,9 @@ def page_of(package: str, results: dict[str, Result]) -> str:
         about += f" with `allow_unsaved=True`, else refused: {reason}" if answer == "equal" and reason else ""
         about += f", {reason}" if answer != "equal" else ""
         lines.append(f"- {about}: {', '.join(names)}.")
-    half = [name for name, result in results.items() if result.is_half_refused]
+    if batched:
+        lines.append(f"- Equal, or refused as {JOINS}, by processor: {', '.join(batched)}.")
+    half = [name for name, result in results.items() if result.is_half_refused and name not in batched]
     if half:
         lines.append(f"- Refused for parameters in half precision without `master_dtype`: {', '.join(half)}.")
     return "\n".join(lines) + "\n"
@@ -343,7 +362,9 @@ saves and resumes it: in the plain class, from the plain class, and by a checkpo
 `make integrations` compares it. "Equal": all parameters, bit for bit. "Refused": when the optimizer is built,
 with this reason. `dion` is in no package index. Classes that wrap an optimizer were given `AdamW`.
 `heavyball` keeps pickled bytes in its state, which its own `load_state_dict` runs: load no file of strangers.
-Its `SOAP` and `SOLP` are equal with `multi_tensor=False`.
+Its classes named "by processor" step matrices of one shape as a batch, which has the bits of each matrix on some
+processors (seen on an Intel Xeon) and not on others (AMD EPYC). `SOAP` and `SOLP` are equal on both with
+`multi_tensor=False`.
 
 """
 
