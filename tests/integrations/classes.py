@@ -86,7 +86,7 @@ FEEDS = {
 }
 NUM_STEPS = 10
 
-# They step matrices of one shape as a batch. On some processors it has the bits of each matrix, on others not.
+# They step matrices of one shape as a batch, which has the bits of each matrix on some processors alone.
 BATCHED = {
     "heavyball": (
         *("HeavyKLSOAP", "HeavySOAP", "HeavySOAPAdEMAMix", "HeavySOAPNAdam", "HeavySOLP"),
@@ -135,7 +135,10 @@ def module_named(name: str) -> types.ModuleType:
         timm.__path__ = list(find_spec("timm").submodule_search_locations)
         models.group_parameters = None
         sys.modules.update({"timm": timm, "timm.models": models})
-    return importlib.import_module(name)
+    module = importlib.import_module(name)
+    if name == "heavyball":  # its functions as they are: compiling them eagerly takes a third of the time
+        module.utils.compile_mode = module.utils.compile_mode_recommended_to_none = None
+    return module
 
 
 def classes_of(package: str) -> Iterator[tuple[str, Callable[..., Optimizer]]]:
@@ -362,8 +365,8 @@ saves and resumes it: in the plain class, from the plain class, and by a checkpo
 `make integrations` compares it. "Equal": all parameters, bit for bit. "Refused": when the optimizer is built,
 with this reason. `dion` is in no package index. Classes that wrap an optimizer were given `AdamW`.
 `heavyball` keeps pickled bytes in its state, which its own `load_state_dict` runs: load no file of strangers.
-Its classes named "by processor" step matrices of one shape as a batch, which has the bits of each matrix on some
-processors (seen on an Intel Xeon) and not on others (AMD EPYC). `SOAP` and `SOLP` are equal on both with
+Its classes named "by processor" step matrices of one shape as a batch, which has the bits of each matrix on
+some processors (seen on an Intel Xeon) and not on others (AMD EPYC). `SOAP` and `SOLP` are equal on both with
 `multi_tensor=False`.
 
 """
