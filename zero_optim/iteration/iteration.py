@@ -241,11 +241,13 @@ class Iteration:
                 exchange(core.group, Status.NOTHING, failure=failure)
             raise
         with core.group.doing("clip_grad_norm_()"):
-            params, held = core.params, core.inputs.held  # these in chunks of the dimension that is cut
-            pieces = [held[p].pieces if p in held else core.sharding.pieces[p] for p in params]
-            if self._norm_slots is None or not self._norm_slots.are_of(pieces):
-                self._norm_slots = NormSlots(pieces, core.group.rank, core.group.size)
-            return clip_together(core.group, params, self._norm_slots, arguments)
+            params, owners, slots = core.params, core.sharding.pieces, self._norm_slots
+            if slots is None or not slots.are_of(params, owners):
+                # Those that others keep are in chunks of the dimension that is cut.
+                held = {param: chunks.pieces for param, chunks in core.inputs.held.items()}
+                slots = NormSlots(params, owners, held, core.group.rank, core.group.size)
+                self._norm_slots = slots
+            return clip_together(core.group, params, slots, arguments)
 
     def join_hook(self) -> JoinHook:
         """Return the ``Join`` hook that shadows the active ranks' steps."""

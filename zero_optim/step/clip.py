@@ -11,7 +11,7 @@ Note [One gather, one wait]
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import compress
@@ -75,13 +75,24 @@ def _number(name: str, value: object) -> float:
 
 
 class NormSlots:
-    """The places of norms in a gather: a slot for each parameter of a rank, as many on every rank."""
+    """The places of norms in a gather: a slot for each parameter of a rank, as many on every rank.
 
-    def __init__(self, pieces: Sequence[Pieces], rank: int, size: int) -> None:
-        self.pieces = list(pieces)
+    ``owners``: of all parameters; ``held``: the pieces of those among ``params`` whose rows others keep.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        owners: Mapping[Tensor, Pieces],
+        held: Mapping[Tensor, Pieces],
+        rank: int,
+        size: int,
+    ) -> None:
+        self._of = owners, list(params)
+        pieces = [held[param] if param in held else owners[param] for param in params]
         owned: list[list[int]] = [[] for _ in range(size)]  # by rank, parameters by index
-        for index, owners in enumerate(pieces):
-            for piece in owners:
+        for index, of_param in enumerate(pieces):
+            for piece in of_param:
                 owned[piece.owner].append(index)
         self.num = max(map(len, owned))
         # What a rank sends, in doubles: norms, at least one filler, and what is known of the slots.
@@ -91,9 +102,12 @@ class NormSlots:
         self._owned = owned
         self._known: tuple[Sequence[bytes], list[int], Tensor] | None = None
 
-    def are_of(self, pieces: Sequence[Pieces]) -> bool:
-        """Whether these are the slots of such pieces."""
-        return len(pieces) == len(self.pieces) and all(map(is_, pieces, self.pieces))
+    def are_of(self, params: Sequence[Tensor], owners: Mapping[Tensor, Pieces]) -> bool:
+        """Whether these are the slots of such parameters, with the same owners."""
+        same_owners, same_params = self._of
+        return (
+            owners is same_owners and len(params) == len(same_params) and all(map(is_, params, same_params))
+        )
 
     def of_present(self, present: Sequence[bytes]) -> tuple[list[int], Tensor]:
         """Return the parameters with a gradient, and for each as many places among what all ranks send.

@@ -248,9 +248,12 @@ def make_plain(params: Iterable[Tensor]) -> None:
 def rows_here(param: Tensor) -> Tensor | None:
     """Return the rows of the gradient that this rank has, as an ordinary tensor, or None."""
     grad = param.grad
+    kind = type(grad)  # compared first, as clipping asks for every parameter
+    if kind is Tensor or grad is None:
+        return grad
     if isinstance(grad, PartialGradient):
         return grad.piece
-    if type(grad) is OwnedGradient:
+    if kind is OwnedGradient:
         with private.DisableTorchFunctionSubclass():  # one operator for a list takes ordinary tensors alone
             return grad if grad.is_sparse else grad.detach()
     return local_rows(grad) if is_dtensor(grad) else grad
