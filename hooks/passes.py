@@ -77,7 +77,7 @@ class SteppedPass:
 
     @torch.no_grad()
     def begin(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        """Begin the step on this thread: Note [Moving parameters] in `zero_optim.shard.bucket`."""
+        """Begin the step on this thread: Note [Moving parameters] in `zero_optim.shard.whole_values`."""
         self.has_begun = True
         with self.storing_errors():
             try:

@@ -44,5 +44,5 @@ def test_a_step_of_owners_holds_two_buckets_beside_shards_and_its_share_of_state
             optimizer.step()
         assert share <= living.count() <= share + 1024  # the state alone stays
         # Of each of two buckets: rows of gradients and parameters, sent and received, and one of them whole.
-        most = max(bucket.nbytes_to_gather for bucket in buckets)
+        most = max(bucket.values.nbytes_to_gather for bucket in buckets)
         assert living.peak - share <= 2 * 3.5 * most + SIDE * SIDE * 4

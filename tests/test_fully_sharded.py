@@ -25,7 +25,7 @@ def test_only_what_is_used_or_next_is_there(reshards: bool | int, kept: int) -> 
     seen: list[tuple[str, list[bool]]] = []
 
     def look(where: str) -> None:
-        live = [any(bucket.nbytes_live for bucket in unit.buckets) for unit in units.units]
+        live = [any(bucket.values.nbytes_live for bucket in unit.buckets) for unit in units.units]
         assert units.nbytes_live() == sum(size for size, is_live in zip(sizes, live, strict=True) if is_live)
         seen.append((where, live))
 
@@ -130,7 +130,7 @@ class Live:
                 param.register_post_accumulate_grad_hook(self._look)
 
     def _look(self, _: Tensor) -> None:
-        live = (any(bucket.is_whole for bucket in unit.buckets) for unit in self._units.units[1:])
+        live = (any(bucket.values.is_whole for bucket in unit.buckets) for unit in self._units.units[1:])
         self.most = max(self.most, sum(live))
 
 

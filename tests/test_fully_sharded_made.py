@@ -144,7 +144,7 @@ def test_no_rank_ever_holds_a_whole_model_that_comes_from_the_meta_device() -> N
     wrapped = FullyShardedDataParallel(model, units=[*model[:4]], init=init)
     assert len(seen) == 5
     assert max(seen) <= unit + 64  # one unit alone, and what freed parameters show
-    rows = [bucket.row.values for unit in wrapped.units.units for bucket in unit.buckets]
+    rows = [bucket.values.row.values for unit in wrapped.units.units for bucket in unit.buckets]
     assert wrapped.units.nbytes_live() == 0
     assert abs(storages(rows) - whole / 2) <= 129 * 8 * 2 + 64  # the outermost unit is not cut
     optimizer = adamw(wrapped)

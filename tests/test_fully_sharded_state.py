@@ -152,16 +152,17 @@ def test_the_whole_state_dict_comes_to_one_rank_unit_by_unit() -> None:
     sizes = [sum(bucket.nbytes for bucket in unit.buckets) for unit in model.units.units]
     live: list[int] = []
     for unit in model.units.units:
-        take, bucket = unit.buckets[0].receive, unit.buckets[0]
+        values = unit.buckets[0].values
+        take = values.receive
 
         def look(flat: Tensor, changed: Any = None, take: Any = take) -> None:
             take(flat, changed)
             live.append(model.units.nbytes_live())
 
-        bucket.receive = look
+        values.receive = look
     state = full_state_dict(model, ranks=[1])
     for unit in model.units.units:
-        del unit.buckets[0].receive  # which keeps the model
+        del unit.buckets[0].values.receive  # which keeps the model
     assert live
     assert max(live) <= max(sizes)
     if torch.distributed.get_rank() == 1:

@@ -98,13 +98,13 @@ def test_a_module_waits_for_its_own_buckets_alone() -> None:
     model(x)  # shows which modules are called
     waited: list[int] = []
     for index, bucket in enumerate(optimizer.core.engine.buckets):
-        receive = bucket.receive
+        receive = bucket.values.receive
 
         def noted(*args: Any, index: int = index, receive: Callable[..., None] = receive) -> None:
             waited.append(index)
             receive(*args)
 
-        bucket.receive = noted  # type: ignore[method-assign]
+        bucket.values.receive = noted
     before = [layer.weight.detach().clone() for layer in model]
     for param in model.parameters():
         param.grad = torch.ones_like(param)

@@ -132,7 +132,15 @@ def test_no_file_of_the_wrappers_and_reducers_writes_attributes_of_objects_of_an
 def test_nobody_asks_a_bucket_for_its_class() -> None:
     calls = [node for tree in sources() for node in ast.walk(tree) if isinstance(node, ast.Call)]
     asked = [ast.unparse(each) for each in calls if ast.unparse(each.func) == "isinstance"]
-    assert [each for each in asked if re.search(r"Bucket\b", each)] == []
+    assert [each for each in asked if re.search(r"(Bucket|Values)\b", each)] == []
+
+
+def test_a_bucket_of_parameters_and_its_values_have_no_subclasses() -> None:
+    classes = [node for tree in sources() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    bases = [ast.unparse(base).partition("[")[0] for each in classes for base in each.bases]
+    names = ["Bucket", "InPlaceValues", "CopiedValues", "RowValues", "WideValues", "HeldValues"]
+    assert set(names) <= {each.name for each in classes}
+    assert set(names).isdisjoint(bases)
 
 
 def test_a_property_or_a_function_named_like_a_question_writes_no_attribute() -> None:

@@ -82,7 +82,7 @@ def brought(param: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
 
 def assert_on_host(streams: StreamsModel, optimizer: ZeroRedundancyOptimizer) -> None:
     """Rows, gradients, state, masters and averages are not on the device."""
-    rows = [bucket.row.values for bucket in optimizer.core.sharding.row_buckets]
+    rows = [bucket.values.row.values for bucket in optimizer.core.sharding.row_buckets]
     grads = [getattr(param.grad, "piece", param.grad) for param in optimizer.owned_parameters()]
     beside = [value for entries in optimizer.state.values() for value in entries.values() if value.dim()]
     kinds = {streams.kind_of(each) for each in (*rows, *grads) if each is not None and each.numel()}

@@ -79,7 +79,7 @@ def test_a_step_has_the_same_bits(kind: str, view: bool) -> None:
     expected = params_of(steps(SHAPES[kind], view=view))
     with as_slices():
         optimizer = steps(SHAPES[kind], view=view)
-        assert all(bucket.slices is not None for bucket in optimizer.core.engine.buckets)
+        assert all(bucket.members.slices is not None for bucket in optimizer.core.engine.buckets)
         assert_same_bits(params_of(optimizer), expected)
         set_grads(params_of(optimizer), 4)
         if dist.get_rank() == 1:

@@ -140,7 +140,7 @@ def _buckets(core: Core) -> Iterator[tuple[str, str, int]]:
         if active and fullest - mean > max(MIN_ROW_NBYTES / param.itemsize, TOLERANCE * mean):
             why = why or "it has no rows that could be shared out evenly"
             uneven = f"not cut: {text}; the fullest rank sends {fullest / mean:.1f} x the mean ({why})"
-        sent, levels, slices = len(rows), core.group.levels(param.device), bucket.slices
+        sent, levels, slices = len(rows), core.group.levels(param.device), bucket.members.slices
         if slices is not None:
             sent = (slices if levels is None else stripes_of(slices, levels.inside.size)).num_collectives
         yield f"bucket: {text}{'' if active else ', frozen'}", uneven, sent * active

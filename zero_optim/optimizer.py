@@ -304,7 +304,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Give every parameter its owner's value, on every rank; all ranks call. Communicates like a step."""
         with failing_together(self.core.group):
             self.core.refresh()
-        self.core.engine.gather_all()
+        self.core.gather_all()
 
     def gather_lazily(self, model: torch.nn.Module) -> LazyGather:
         """Let gathers run on after `step`: forward passes of ``model`` wait for the parameters they need.

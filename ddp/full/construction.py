@@ -163,7 +163,7 @@ class UnitConstruction:
 
     def fill(self, optimizer: ZeroRedundancyOptimizer, everyone: RankGroup) -> None:
         """Have each rank keep its rows, and free the parameters; all ranks call. Communicates."""
-        group, core, former = everyone.during("agree"), optimizer.core, dict[Tensor, Bucket]()
+        group, core, former = everyone.during("agree"), optimizer.core, dict[Tensor, Bucket[Any]]()
         syncs = self.arguments.syncs
         if not self.stands_in:
             if syncs:
@@ -171,8 +171,9 @@ class UnitConstruction:
             with failing_together(everyone):  # it fails on all ranks of a replica alike
                 optimizer.wait_for_gathers()
                 buckets, units = shard_parameters(core, self.registration.store), self.registration.params
-                former = {p: bucket for bucket in buckets for p in bucket.params if p in units}
-                del buckets  # each goes when the last parameter of a unit is filled
+                in_place = [bucket for bucket in buckets if bucket.values.is_in_place]
+                former = {p: bucket for bucket in in_place for p in bucket.params if p in units}
+                del buckets, in_place  # each goes when the last parameter of a unit is filled
             self.registration.mark()
             self.registration.place(core.sharding.row_buckets, optimizer.ranks)
         self._is_filled = True

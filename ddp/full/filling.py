@@ -24,7 +24,7 @@ from zero_optim.ddp.full.choice import UnitChoice
 from zero_optim.plan.strides import STRIDES_WHEN_WHOLE, dense_strides, kept_dtype
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.places import shown_when_freed
-from zero_optim.shard.row_bucket import RowBucket
+from zero_optim.shard.row_values import RowValues
 
 Init = Callable[[nn.Module], object]
 
@@ -100,10 +100,10 @@ class UnitFiller:
 
     group: RankGroup
     choice: UnitChoice
-    buckets: Sequence[RowBucket]
+    buckets: Sequence[Bucket[RowValues]]
     unfilled: set[Tensor]  # parameters without values
     init: Init | None  # gives these; None for the modules' own ``reset_parameters()``
-    former: dict[Tensor, Bucket]  # buckets that parameters leave
+    former: dict[Tensor, Bucket[Any]]  # buckets that parameters leave
     syncs: bool  # every rank takes rank 0's values
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class UnitFiller:
         for portion in sorted(portions, key=lambda each: max((param.nbytes for param in each), default=0)):
             self._close(portion)  # equal ones in the order of modules
         for bucket in set(self._bucket_of.values()):
-            bucket.release()
+            bucket.values.release()
 
     def _visit(self, module: nn.Module, outer: list[Tensor] | None) -> None:
         """Fill a module behind those below it; `outer` is the portion of the unit around it."""
@@ -153,9 +153,9 @@ class UnitFiller:
         if self.syncs:
             take_values_of_first(self.group, portion)
         for param in portion:
-            self._bucket_of[param].take_in(param)
+            self._bucket_of[param].values.take_in(param)
             if param in self.former:
-                self.former.pop(param).give_back(param)
+                self.former.pop(param).values.give_back(param)
 
     @torch.no_grad()
     def _initialize(self, module: nn.Module, own: Sequence[Tensor]) -> None:

@@ -33,10 +33,11 @@ from zero_optim.ddp.owners.owner_reducer import OwnerReducer
 from zero_optim.ddp.reducer.graph import on_gradient, replaced, tensors_in
 from zero_optim.flow.schedule import Moment, Operation
 from zero_optim.health.unit_stamps import Purpose
+from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.gathers import UnitGathers
 from zero_optim.shard.module_calls import Call, ModuleCalls
-from zero_optim.shard.row_bucket import RowBucket, Uncopied, WideBucket
+from zero_optim.shard.row_values import RowValues, Uncopied, WideValues, wide_bucket
 
 
 class UnitsInUse(ModuleCalls, Uncopied):
@@ -87,13 +88,13 @@ class UnitsInUse(ModuleCalls, Uncopied):
         self.keepalive = wrapper
 
     @property
-    def buckets(self) -> list[RowBucket]:
+    def buckets(self) -> list[Bucket[RowValues]]:
         """Those of all units."""
         return buckets_of(self.units)
 
     def nbytes_live(self) -> int:
         """Bytes of the flat tensors that are there now, beside what this rank keeps for good."""
-        return sum(bucket.nbytes_live for bucket in self.buckets)
+        return sum(bucket.values.nbytes_live for bucket in self.buckets)
 
     # ------------------------------------------------------------------ forward
 
@@ -175,7 +176,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
             self._operations.at(Moment.AFTER_FORWARD, unit.buckets)
         if not self.under_way:
             order.end()
-            unneeded = [bucket for bucket in self.buckets if bucket.comes]  # though they were fetched
+            unneeded = [bucket for bucket in self.buckets if bucket.values.comes]  # though they were fetched
             self._operations.at(Moment.AFTER_FORWARD, unneeded)
 
     # ------------------------------------------------------------------ on request
@@ -183,20 +184,20 @@ class UnitsInUse(ModuleCalls, Uncopied):
     def check_unpinned(self) -> None:
         """Raise RuntimeError if parameters of any unit are needed whole, or were given other memory."""
         for bucket in self.buckets:
-            bucket.refresh()
+            bucket.values.refresh()
 
     @contextmanager
     def on_request(self, units: Sequence[Unit], *, as_kept: bool, tells: bool = True) -> Iterator[UnitValues]:
         """Yield whole values of units, ``as_kept`` in the owners' dtype; if it ``tells``, errors raise."""
-        held, wide, tells = list(units), list[WideBucket](), tells and not self.under_way
-        if as_kept and any(bucket.row.is_rounded for bucket in buckets_of(units)):
+        held, wide, tells = list(units), list[Bucket[WideValues]](), tells and not self.under_way
+        if as_kept and any(bucket.values.row.is_rounded for bucket in buckets_of(units)):
             self.check_unpinned()  # of all, so that a walk over modules raises before it has changed anything
-            held, wide = [], list(map(WideBucket, buckets_of(units)))
+            held, wide = [], [wide_bucket(bucket) for bucket in buckets_of(units)]
             self._operations.at(Moment.BEFORE_FORWARD, wide, Purpose.AS_KEPT)
         elif tells:
             self.gathers.stamps.begin_pass()
         request = UnitValues({param: param for unit in held for param in unit.params})
-        request.values.update(pair for bucket in wide for pair in bucket.values.items())
+        request.values.update(pair for each in wide for pair in each.values.by_param.items())
         self._operations.requested.extend(held)
         try:
             self._operations.at(Moment.BEFORE_FORWARD, buckets_of(held), Purpose.REQUEST, tells=tells)
@@ -207,7 +208,7 @@ class UnitsInUse(ModuleCalls, Uncopied):
                 self._operations.requested.remove(unit)
             try:
                 for bucket in wide or buckets_of(held) if request.are_written else ():
-                    bucket.take_written()
+                    bucket.values.take_written()
             finally:
                 if not (self.backward.order.is_under_way and in_backward()):  # which may need them
                     self._operations.free_unused(held)
@@ -216,14 +217,14 @@ class UnitsInUse(ModuleCalls, Uncopied):
     def pinned(self, units: Sequence[Unit]) -> Iterator[None]:
         """Let nobody step, load or save units that are whole, inside a ``with``."""
         for bucket in buckets_of(units):
-            bucket.pin()
+            bucket.values.pin()
         self._reads.begin(units)
         try:
             yield
         finally:
             self._reads.end(units)
             for bucket in buckets_of(units):
-                bucket.unpin()
+                bucket.values.unpin()
             self._members.accept_names({param for unit in units for param in unit.params})
 
 

@@ -35,7 +35,9 @@ class SavedReads:
         """Set the hooks for a user, if autograd saves anything and nobody else has some."""
         is_due = self._is_on and self.user is None and torch.is_grad_enabled()
         if is_due and not in_backward() and not has_saved_tensors_hooks():
-            self._unit_of = {bucket.storage_id: unit for unit in self._units for bucket in unit.buckets}
+            self._unit_of = {
+                bucket.values.storage_id: unit for unit in self._units for bucket in unit.buckets
+            }
             self._hooks.__enter__()
             self.user = user
 
@@ -51,7 +53,7 @@ class SavedReads:
             unit = self._unit_of.get(private.cdata(tensor.untyped_storage()))
         if unit is None and is_freed(tensor):
             for of in self._units:
-                if any(bucket.shows_freed(tensor) for bucket in of.buckets):
+                if any(bucket.values.shows_freed(tensor) for bucket in of.buckets):
                     raise RuntimeError(
                         f"a parameter of {of.name} of shape {tuple(tensor.shape)} is used by another module "
                         "while it is not whole, so that it shows NaN: make the module that uses it a unit in "

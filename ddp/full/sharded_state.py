@@ -11,7 +11,7 @@ from zero_optim.comm.agreement import agree, failing_together, raise_together
 from zero_optim.ddp.full.in_use import UnitsInUse, units_of
 from zero_optim.errors import StateMismatchError
 from zero_optim.shard.registration import is_registered
-from zero_optim.shard.row_bucket import left_freed
+from zero_optim.shard.row_values import left_freed
 
 
 def units_in(module: object, hint: str) -> UnitsInUse:
@@ -106,7 +106,7 @@ def load_local_state_dict(module: nn.Module, units: UnitsInUse, state: Mapping[s
         module.load_state_dict(rest, strict=False)
     values = {param: state[name] for name, param in params.items()}
     for bucket in units.buckets:
-        bucket.load(values)
+        bucket.values.load(values)
 
 
 def _freed_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -127,7 +127,9 @@ def _copied(tensor: Tensor) -> Tensor:
 def local_state(module: nn.Module, units: UnitsInUse) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return what this rank has of the state dict, and which entries of it are rows of which parameters."""
     units.check_unpinned()
-    own = {param: (first, rows) for bucket in units.buckets for param, first, rows in bucket.row.places()}
+    own = {
+        param: (first, rows) for bucket in units.buckets for param, first, rows in bucket.values.row.places()
+    }
     names, whole = _freed_state(module, units)
     state, params = dict[str, Any](), dict[str, Tensor]()
     for name, value in whole.items():

@@ -73,7 +73,7 @@ class StateVisits:
     def _begin(self, units: Sequence[Unit], module: nn.Module, *_: object) -> None:
         if any(visit.module is module for visit in self._under_way):  # an exception has ended that one
             self.break_off()
-        if any(bucket.is_left for unit in units for bucket in unit.buckets):
+        if any(bucket.values.is_left for unit in units for bucket in unit.buckets):
             return
         visit = _Visit(module, dict(self._under_way[-1].requests) if self._under_way else {})
         self._under_way.append(visit)

@@ -18,11 +18,11 @@ from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.gathers import UnitGathers
 from zero_optim.shard.module_calls import Call
-from zero_optim.shard.row_bucket import RowBucket
+from zero_optim.shard.row_values import RowValues
 from zero_optim.shard.task import Task
 
 OUTERMOST = "the outermost unit"
-_IS_WHOLE, _NEEDS_GATHER = attrgetter("is_whole"), attrgetter("needs_gather")
+_IS_WHOLE, _NEEDS_GATHER = attrgetter("values.is_whole"), attrgetter("values.needs_gather")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +39,7 @@ class Unit:
 
     number: int  # 0 is the outermost
     name: str
-    buckets: list[RowBucket]
+    buckets: list[Bucket[RowValues]]
     # Parameters, by index, whose gradients must be there before it is freed in a backward pass: its own that
     # are trained; where some are frozen, also those of units inside it.
     waits_for: frozenset[int]
@@ -105,11 +105,11 @@ class Unit:
     def arrive(self) -> None:
         """Wait, with the current stream, for the gathers that make it whole."""
         for bucket in self.buckets:
-            bucket.arrive()
+            bucket.values.arrive()
 
     def shares_memory(self, tensor: Tensor) -> bool:
         """Whether a tensor is a view of what is freed with the unit."""
-        return any(bucket.shares_memory(tensor) for bucket in self.buckets)
+        return any(bucket.values.shares_memory(tensor) for bucket in self.buckets)
 
 
 class UnitTask(Task):
@@ -123,24 +123,34 @@ class UnitTask(Task):
         """Leave out what is whole or comes."""
         return list(filter(_NEEDS_GATHER, buckets))
 
-    def gather(self, bucket: Bucket) -> Pending[None]:
+    def gather(self, bucket: Bucket[Any]) -> Pending[None]:
         """Start the gather of a bucket."""
         return self._gathers.start(bucket, self._purpose, tells=self._tells)
 
     def clean_up(self, error: BaseException, buckets: Sequence[Any]) -> None:
         """If ranks gather different units, free these, and forget all gathers, which may never come."""
-        self.awaited, self._is_here = None, False
+        self._is_here = False
         if isinstance(error, RankMismatchError):
             for bucket in buckets_of(self._units):
-                bucket.forget()
+                bucket.values.forget()
             self._gathers.abandon()
-            for each in buckets:
-                each.free()
+            self.free(buckets)
 
-    def arrived(self) -> None:
-        """Raise RankMismatchError if a rank gathered another unit."""
+    def start_awaited(self, bucket: Bucket[Any], at_once: int) -> None:
+        """Start a gather, which the values keep: each stream that reads them waits for it."""
+        bucket.values.keep(self.gather(bucket))
+
+    def arrived(self, buckets: Sequence[Any]) -> None:
+        """Wait for the gathers that values keep; RankMismatchError if a rank gathered another unit."""
+        for bucket in buckets:
+            bucket.values.arrive()
         self._gathers.stamps.check()
         self._is_here = True
+
+    def free(self, buckets: Sequence[Any]) -> None:
+        """Free the values of units."""
+        for bucket in buckets:
+            bucket.values.free()
 
     def end(self) -> None:
         """Compare the stamps that came."""
@@ -193,7 +203,7 @@ class UnitOperations:
         self.at(moment, [bucket for unit in units if not self.num_users(unit) for bucket in unit.buckets])
 
 
-def buckets_of(units: Iterable[Unit]) -> list[RowBucket]:
+def buckets_of(units: Iterable[Unit]) -> list[Bucket[RowValues]]:
     """List the buckets of units."""
     return [bucket for unit in units for bucket in unit.buckets]
 

@@ -73,7 +73,7 @@ def ours(here: Here, stage: str, sizes: Sizes) -> Built:
             kept, whole = sum(param.nbytes for param in model.parameters()), 0
         else:
             buckets = [bucket for unit in wrapped.units.units for bucket in unit.buckets]
-            kept = sum(bucket.row.values.nbytes for bucket in buckets)
+            kept = sum(bucket.values.row.values.nbytes for bucket in buckets)
             whole = 2 * max(sum(bucket.nbytes for bucket in unit.buckets) for unit in wrapped.units.units)
         own = optimizer.state_nbytes() // 2  # AdamW keeps two values for each that it owns
         gradient = max(param.numel() * 4 for param in model.parameters() if param.requires_grad)

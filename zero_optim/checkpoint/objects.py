@@ -23,7 +23,7 @@ from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Pieces
 from zero_optim.plan.strides import contiguous_strides
 from zero_optim.shard.places import is_freed, shown_when_freed
-from zero_optim.shard.row_bucket import KeptRows, left_freed
+from zero_optim.shard.row_values import KeptRows, left_freed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +106,7 @@ class Objects:
         if self.model is not None and self.optimizer is not None:
             self.optimizer.core.check_weights()  # those that are saved must be those that train
             for bucket in self.optimizer.core.sharding.row_buckets:
-                bucket.refresh()
+                bucket.values.refresh()
 
     def _find_held(self) -> None:
         """Look for DTensors of the model; ValueError if they are not cut by rows over all ranks."""

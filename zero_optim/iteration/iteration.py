@@ -204,17 +204,17 @@ class Iteration:
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
         """Put the averages into the model in the body; all ranks call; communicates at both ends."""
-        average, engine = self._core.owned.average, self._core.engine
+        average = self._core.owned.average
         with failing_together(self._core.group):
             self._core.refresh()
             average.check_swap_in()
         try:
             average.swap_in()  # now that no rank refuses
-            engine.gather_all()
+            self._core.gather_all()
             yield
         finally:
             average.swap_out()
-            engine.gather_all()
+            self._core.gather_all()
 
     def agree_on_infinity(self, found_inf: Tensor) -> None:
         """Set the scalers' ``found_inf`` if any rank saw an infinity; all ranks call; the CPU waits."""

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from zero_optim.flow.pending import Pending
 from zero_optim.flow.schedule import Moment
 from zero_optim.iteration.joins import Joins
 from zero_optim.plan.groups import ParamGroup, params_of
-from zero_optim.shard.bucket import Bucket
+from zero_optim.shard.bucket import Bucket, Values
 from zero_optim.shard.gathers import start_gather, start_header
 from zero_optim.shard.task import Task
 from zero_optim.state.core import Core
@@ -109,7 +110,7 @@ class Overlap:
         self._loop_calls_step = False
         self._stepped: dict[Tensor, None] = {}  # not gathered yet; perhaps at an earlier moment
         # What this pass has not gathered, with bytes to step: the header goes with the last one.
-        self._left: dict[Bucket, int] = {}
+        self._left: dict[Bucket[Values], int] = {}
 
     def release(self, *, waits: bool) -> bool:
         """Release the process groups, after steps if it ``waits``; return whether only some were stepped."""
@@ -136,7 +137,7 @@ class Overlap:
         self._left = {each: each.nbytes * any(p.requires_grad for p in each.params) for each in buckets}
 
     def begin(self, *, joined: bool) -> None:
-        """Begin a step: Note [Moving parameters] in `shard.bucket`. Raises if the last pass broke off."""
+        """Begin a step: Note [Moving parameters] in `whole_values`. Raises if the last pass broke off."""
         core, lends = self.core, self._joins.under_way
         core.group.phase.traffic.count_step()
         lane, has_begun = self.lanes.groups[0], False
@@ -209,7 +210,9 @@ class Overlap:
         """Record parameters that the next gather brings."""
         self._stepped.update(dict.fromkeys(params))
 
-    def take_stepped(self, buckets: Sequence[Bucket]) -> tuple[list[Bucket], frozenset[Tensor], bool]:
+    def take_stepped(
+        self, buckets: Sequence[Bucket[Values]]
+    ) -> tuple[list[Bucket[Values]], frozenset[Tensor], bool]:
         """Return those of some buckets that were stepped, the parameters, and whether the pass has no others.
 
         All are gathered now.
@@ -306,7 +309,7 @@ class PartTask(Task):
         self._checks = checks
         self.failure = failure
 
-    def step(self, buckets: Sequence[Bucket]) -> None:
+    def step(self, buckets: Sequence[Bucket[Values]]) -> None:
         """Step the parameters that have a gradient and rows here."""
         core = self._core
         try:
@@ -320,14 +323,14 @@ class PartTask(Task):
         if core.engine.stamps is not None and self.failure is not None:
             core.engine.stamps.fail(self.failure)
 
-    def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+    def to_gather(self, buckets: Sequence[Bucket[Values]]) -> Sequence[Bucket[Values]]:
         """Choose the buckets that were stepped."""
         chosen, self._changed, are_last = self._overlap.take_stepped(buckets)
         if are_last or self._checks:
             self.header = self._core.engine.header()
         return chosen
 
-    def gather(self, bucket: Bucket) -> Pending[None]:
+    def gather(self, bucket: Bucket[Any]) -> Pending[None]:
         """Start the gather of a bucket, on lanes that nobody else uses."""
         return start_gather(self._overlap.lanes.groups, bucket, self.take_header(), changed=self._changed)
 

@@ -42,9 +42,10 @@ from zero_optim.flow.schedule import ZERO1, Moment, Operation, Placement, Schedu
 from zero_optim.health.stamp import Header
 from zero_optim.health.stamps import Call, Stamps
 from zero_optim.plan.groups import ParamGroup, param_names, params_of
-from zero_optim.shard.bucket import Bucket, copy_out
+from zero_optim.shard.bucket import Bucket, Values
 from zero_optim.shard.gathers import BucketGathers
 from zero_optim.shard.task import Task
+from zero_optim.shard.whole_values import copy_out
 
 NUM_FLAT_TENSORS = 4  # of gathers that a call waits for, at most
 
@@ -55,12 +56,10 @@ class Gathering(Task):
     def __init__(self, engine: "Engine") -> None:
         self._gathers, self.span = engine.gathers, engine.span
 
-    def step(self, buckets: Sequence[Bucket]) -> None:
-        """Note that all rows changed."""
-        for bucket in buckets:
-            bucket.stepped(changed=True)
+    def step(self, buckets: Sequence[Bucket[Values]]) -> None:
+        """Do nothing: all rows may have changed."""
 
-    def gather(self, bucket: Bucket) -> Pending[None]:
+    def gather(self, bucket: Bucket[Any]) -> Pending[None]:
         """Start the gather of a bucket."""
         return self._gathers.start(bucket, None)
 
@@ -72,7 +71,7 @@ class Engine:
     gathers: BucketGathers
 
     def __init__(self) -> None:
-        self.buckets: list[Bucket] = []
+        self.buckets: list[Bucket[Values]] = []
         self.is_on_cpu = True
         self.under_way = Flow()  # gathers that a later moment waits for, by bucket
         self.stamps: Stamps | None = None  # none in a group of one
@@ -120,7 +119,7 @@ class Engine:
 
     # ------------------------------------------------------------------ buckets, and their rows of the table
 
-    def add(self, buckets: Sequence[Bucket]) -> None:
+    def add(self, buckets: Sequence[Bucket[Values]]) -> None:
         """Take more buckets."""
         for number, bucket in enumerate(buckets, len(self.buckets)):
             self._numbers.update(dict.fromkeys(bucket.params, number))
@@ -163,7 +162,7 @@ class Engine:
         """List the parameters that are in a bucket."""
         return [param for param in params if param in self._numbers]
 
-    def buckets_of(self, params: Iterable[Tensor]) -> list[Bucket]:
+    def buckets_of(self, params: Iterable[Tensor]) -> list[Bucket[Values]]:
         """List the buckets of some parameters, in the order of gathers; those in none are left out."""
         numbers = {self._numbers[param] for param in self.known_of(params)}
         return [self.buckets[number] for number in sorted(numbers)]
@@ -174,7 +173,7 @@ class Engine:
 
     @eager
     def refresh(self) -> None:
-        """Wait for gathers, then take over the user's changes: Note [Moving parameters] in `bucket`."""
+        """Wait for gathers, then take over the user's changes: Note [Moving parameters] in `whole_values`."""
         self.under_way.wait()
         self.take_over()
 
@@ -183,13 +182,13 @@ class Engine:
         failure: Exception | None = None
         written = list[tuple[int, int]]()
         for bucket in self.buckets:
-            written += bucket.written()
+            written += bucket.values.written()
         for bucket in self.buckets if written else ():
             copy_out(bucket.params, written)
         for bucket in self.buckets:  # all of them, then it raises
             try:
-                if written or not bucket.is_in_place:
-                    bucket.refresh()
+                if written or not bucket.values.is_in_place:
+                    bucket.values.refresh()
             except RuntimeError as error:
                 failure = failure or error
         try:
@@ -238,36 +237,30 @@ class Engine:
         for bucket in buckets:
             task.reduce(bucket)
 
-    def _step(self, _: Moment, buckets: Sequence[Bucket], task: Task) -> None:
+    def _step(self, _: Moment, buckets: Sequence[Bucket[Values]], task: Task) -> None:
         task.step(buckets)
 
     @eager
-    def _gather(self, moment: Moment, buckets: Sequence[Bucket], task: Task) -> None:
+    def _gather(self, moment: Moment, buckets: Sequence[Bucket[Values]], task: Task) -> None:
         """Start gathers; of those that this moment waits for, as many at once as memory allows."""
         with task.span:
             for bucket in task.to_gather(buckets):
-                if bucket.keeps_gather:
-                    bucket.keep(task.gather(bucket))
-                elif Operation.WAIT in bucket.schedule.moments[moment]:
+                if Operation.WAIT in bucket.schedule.moments[moment]:
                     task.start_awaited(bucket, NUM_FLAT_TENSORS)
                 else:
                     self.under_way.start(partial(task.gather, bucket), keys=(bucket,))
 
     @eager
-    def _wait(self, _: Moment, buckets: Sequence[Bucket], task: Task) -> None:
+    def _wait(self, _: Moment, buckets: Sequence[Bucket[Values]], task: Task) -> None:
         with task.span:
             while task.awaited:
                 task.awaited.popleft().wait()
             if self.under_way:
                 self.under_way.wait_for(buckets)
-            for bucket in buckets:
-                if bucket.keeps_gather:
-                    bucket.arrive()
-            task.arrived()
+            task.arrived(buckets)
 
-    def _free(self, _: Moment, buckets: Sequence[Any], __: Task) -> None:
-        for bucket in buckets:
-            bucket.free()
+    def _free(self, _: Moment, buckets: Sequence[Any], task: Task) -> None:
+        task.free(buckets)
 
     def gather_all(self) -> None:
         """Gather all parameters outside units, frozen ones too, and wait; all ranks call."""

@@ -15,6 +15,7 @@ Note [A lane an owner]
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from zero_optim.flow.pending import Pending, Waitable
 from zero_optim.flow.schedule import Placement
 from zero_optim.health.stamp import Header
 from zero_optim.health.unit_stamps import Purpose, UnitStamps
-from zero_optim.shard.bucket import Bucket
+from zero_optim.shard.bucket import Bucket, GatheredValues, Values
 
 # See Note [A lane an owner].
 LANES_FROM_NBYTES = 2**21
@@ -35,34 +36,34 @@ LANES_FROM_NBYTES = 2**21
 
 def start_gather(
     lanes: Sequence[RankGroup],
-    bucket: Bucket,
+    bucket: Bucket[GatheredValues],
     header: Header | None = None,  # goes with it
     changed: Collection[Tensor] | None = None,  # parameters that change for autograd; None for all
     mark: int = 0,  # of a unit's gather, of which ranks may start different ones
 ) -> Pending[None]:
     """Start the gather of a bucket, owner r on lane r modulo their number. Until ``wait()`` nobody writes."""
-    flat, heads, works = bucket.fill(), None, list[Waitable]()
-    own = None if bucket.slices is None else bucket.own_row
+    values, members, works = bucket.values, bucket.members, list[Waitable]()
+    (flat, own), heads, label = values.fill(), None, members.label
     used = [flat] if own is None else [flat, own]
     if header is not None:
         heads = header.written(lanes[0].size, lanes[0].rank, bucket.device)
         used += heads
-        if works := gather_heads(lanes, heads[0], bucket.label):
+        if works := gather_heads(lanes, heads[0], label):
             works, heads = [Pending(works, partial(header.read, heads[0]))], None
-    if bucket.slices is not None:
-        works += gather_slices(lanes[0], flat, bucket.slices, bucket.label, heads, own)
+    rows = () if members.slices is not None else values.sent or members.rows(flat)
+    if members.slices is not None:
+        works += gather_slices(lanes[0], flat, members.slices, label, heads, own)
     elif mark and works:
-        works += [spread_rows(lanes, rows, mark, bucket.label)] if (rows := bucket.rows(flat)) else []
+        works += [spread_rows(lanes, rows, mark, label)] if rows else []
     else:
-        rows = bucket.rows(flat)
         for number, lane in enumerate(lanes):
             some = rows if len(lanes) == 1 else [row for row in rows if row[0] % len(lanes) == number]
-            works += lane.broadcast_rows(some, bucket.label, None if number else heads, mark)
+            works += lane.broadcast_rows(some, label, None if number else heads, mark)
 
     def end(_: object) -> None:
         if header is not None and heads is not None:  # in one message or launch with the rows
             header.read(heads[0])
-        bucket.receive(flat, changed)
+        values.receive(flat, changed)
 
     return Pending(works, end, used)
 
@@ -77,17 +78,17 @@ def start_header(lane: RankGroup, header: Header, device: torch.device) -> Pendi
 class BucketGathers:
     """Starts the gathers of an optimizer's ``buckets``, which may become more, on lanes where these gain."""
 
-    def __init__(self, ranks: RankGroup, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, ranks: RankGroup, buckets: Sequence[Bucket[Values]]) -> None:
         self.group = ranks.during("gather")
         self._ranks, self._buckets = ranks, buckets
         self._lanes: Lease | None = None  # see Note [A lane an owner]
         self._num_asked = 0  # buckets when it was asked whether they gain by them
 
-    def __reduce__(self) -> tuple[Callable[..., "BucketGathers"], tuple[RankGroup, Sequence[Bucket]]]:
+    def __reduce__(self) -> tuple[Callable[..., "BucketGathers"], tuple[RankGroup, Sequence[Bucket[Values]]]]:
         """Copy and pickle without lanes, which are taken anew."""
         return BucketGathers, (self._ranks, self._buckets)
 
-    def start(self, bucket: Bucket, header: Header | None) -> Pending[None]:
+    def start(self, bucket: Bucket[GatheredValues], header: Header | None) -> Pending[None]:
         """Start the gather of a bucket; all ranks call. The first one may take lanes."""
         if self._lanes is None and self._num_asked != len(self._buckets):
             self._num_asked = len(self._buckets)
@@ -108,7 +109,7 @@ class BucketGathers:
             return False
         return len({row.owner for bucket in sent for row in bucket.layout.rows}) > 1
 
-    def _may_use_lanes(self, bucket: Bucket) -> bool:
+    def _may_use_lanes(self, bucket: Bucket[Any]) -> bool:
         group, device = self.group, bucket.device
         return group.transport(device).lets_threads and group.shared_memory(device) is None
 
@@ -125,7 +126,9 @@ class UnitGathers:
         self.group, self.stamps, self._lease = group, stamps, lease
         self._lanes = [lane.during("gather") for lane in lease.groups]
 
-    def start(self, bucket: Bucket, purpose: Purpose, *, tells: bool = False) -> Pending[None]:
+    def start(
+        self, bucket: Bucket[GatheredValues], purpose: Purpose, *, tells: bool = False
+    ) -> Pending[None]:
         """Start a bucket's gather, with a stamp as `UnitStamps.begin`; all ranks call, in one order."""
         self.group.works.note_failure("")  # its stamp tells
         mark, header = self.stamps.begin(bucket.params[0], purpose, tells=tells)

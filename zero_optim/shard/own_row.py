@@ -7,7 +7,7 @@ from torch import Tensor
 
 from zero_optim.plan.pieces import is_whole
 from zero_optim.plan.strides import kept_dtype
-from zero_optim.shard.bucket import Bucket
+from zero_optim.shard.bucket import Members
 from zero_optim.shard.places import zero_padding
 from zero_optim.shard.row_storage import RowStorage
 from zero_optim.shard.unit_memory import UnitMemory
@@ -19,24 +19,25 @@ class OwnRow:
     ``values``: the row. ``span``: where it lies in the flat tensor. ``is_flat``: it is that tensor's memory.
     """
 
-    def __init__(self, bucket: Bucket, memory: UnitMemory, storage: RowStorage) -> None:
-        flat, layout, dtype = memory.flat, bucket.layout, kept_dtype(bucket.params[0])
-        spans = [slice(row.start, row.stop) for row in layout.rows if row.owner == bucket.rank]
+    def __init__(self, members: Members, memory: UnitMemory, storage: RowStorage) -> None:
+        flat, layout, dtype = memory.flat, members.layout, kept_dtype(members.params[0])
+        spans = [slice(row.start, row.stop) for row in layout.rows if row.owner == members.rank]
         self.span = spans[0] if spans else slice(0, 0)
+        self._place = flat[self.span]
         # A row that is all of it, in ordinary memory and in its dtype, is the flat tensor, which stays then.
         is_all = (self.span.start, self.span.stop) == (0, layout.numel)
         self.is_flat = is_all and not storage.on_host and flat.dtype == dtype
-        self.values = flat[self.span] if self.is_flat else flat.new_empty(0, dtype=dtype)
+        self.values = self._place if self.is_flat else flat.new_empty(0, dtype=dtype)
         self.is_rounded = flat.dtype != dtype  # in the flat tensor
         self._memory, self._storage, self._layout = memory, storage, layout
         self._is_made = False
         self._parts = []
         offsets = layout.offsets()
-        for index, piece in bucket.own:
-            (_, _, size, stride), at = bucket.forms[index], offsets[index] - self.span.start
+        for index, piece in members.own:
+            (_, _, size, stride), at = members.forms[index], offsets[index] - self.span.start
             if not is_whole(piece, size):  # dimension 0 is outermost in memory
                 size, at = torch.Size((piece.stop - piece.start, *size[1:])), at + piece.start * stride[0]
-            self._parts.append((bucket.params[index], piece.start, size, stride, at))
+            self._parts.append((members.params[index], piece.start, size, stride, at))
 
     def _make(self) -> None:
         if self._is_made:
@@ -80,12 +81,18 @@ class OwnRow:
         """Start to copy it to a tensor of its length and any dtype."""
         self._storage.read(self.values, target)
 
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Start to copy it to its place in the flat tensor."""
+        self._storage.read(self.values, self._place)
+
     def write(self, values: Tensor) -> None:
         """Copy a tensor of its length to it."""
         self._storage.write(self.values, values)
 
-    def take_written(self, written: Tensor) -> None:
+    def take_written(self) -> None:
         """Copy what the flat tensor has there, without what differs by rounding alone."""
+        written = self._place
         if self.is_rounded:
             written = self._storage.brought(written)
             is_same = self.values.to(written.dtype) == written

@@ -3,8 +3,8 @@
 Note [A storage for each parameter]
     Savers treat parameters with one storage as tied (safetensors), and ``torch.save(param)`` writes the whole
     storage. So each parameter has its own, exactly its slice of the flat tensor, made by DLPack in bytes, as
-    it lacks some dtypes. `Bucket.receive` tells autograd of a gather. The storage cannot be resized, and on
-    CUDA its ``record_stream`` does nothing. A parameter moved to shared memory gets other memory.
+    it lacks some dtypes. `InPlaceValues.receive` tells autograd of a gather. The storage cannot be resized,
+    and on CUDA its ``record_stream`` does nothing. A parameter moved to shared memory gets other memory.
 """
 
 import math
@@ -47,14 +47,8 @@ class Form(NamedTuple):
             )
 
 
-def views_in(flat: Tensor, forms: Sequence[Form], layout: Layout) -> list[Tensor]:
-    """View each parameter's slice of ``flat`` with its shape and strides."""
-    starts = layout.offsets()
-    return [flat.as_strided(form.size, form.stride, at) for form, at in zip(forms, starts, strict=True)]
-
-
 def with_own_storages(flat: Tensor, forms: Sequence[Form], layout: Layout) -> list[Tensor]:
-    """Like `views_in`, each view with its own storage: Note [A storage for each parameter]."""
+    """View each parameter's slice of ``flat``, with its own storage: Note [A storage for each parameter]."""
     octets, size = flat.view(torch.uint8), flat.element_size()
     return [_over(octets[at * size :], form) for form, at in zip(forms, layout.offsets(), strict=True)]
 

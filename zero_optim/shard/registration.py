@@ -16,8 +16,9 @@ from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE
+from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.gathers import start_gather
-from zero_optim.shard.row_bucket import RowBucket, WideBucket
+from zero_optim.shard.row_values import RowValues, wide_bucket
 from zero_optim.shard.store import Store
 
 _NAME = "_zero_optim_claim"  # of the attribute
@@ -28,7 +29,7 @@ class Registration:
 
     def __init__(self, num_units: int = 0, taken_over: Callable[[Any], None] | None = None) -> None:
         self.store = Store()
-        self.buckets: list[list[RowBucket]] = [[] for _ in range(num_units)]
+        self.buckets: list[list[Bucket[RowValues]]] = [[] for _ in range(num_units)]
         self.group: RankGroup | None = None  # of an optimizer that holds the rows
         self.everyone: RankGroup | None = None  # of a mesh
         self.is_open = False  # a later optimizer may take over
@@ -51,7 +52,7 @@ class Registration:
         return None if self.group is None else self.group.process_group
 
     @property
-    def all_buckets(self) -> list[RowBucket]:
+    def all_buckets(self) -> list[Bucket[RowValues]]:
         """The buckets of all units."""
         return list(chain.from_iterable(self.buckets))
 
@@ -75,7 +76,7 @@ class Registration:
                 for name in (_NAME, STRIDES_WHEN_WHOLE, DTYPE_AS_KEPT):
                     vars(param).pop(name, None)
 
-    def place(self, buckets: Iterable[RowBucket], group: RankGroup) -> None:
+    def place(self, buckets: Iterable[Bucket[RowValues]], group: RankGroup) -> None:
         """Store the buckets of the units, and the ranks that share them."""
         self.group = group
         for of_unit in self.buckets:
@@ -110,23 +111,23 @@ class Registration:
                 "first backward pass, or call wrapped.zero_grad() first"
             )
         for bucket in self.all_buckets:
-            bucket.refresh()
+            bucket.values.refresh()
 
-    def fill(self, buckets: Sequence[RowBucket]) -> None:
+    def fill(self, buckets: Sequence[Bucket[RowValues]]) -> None:
         """Copy this rank's rows into new buckets and free the parameters; all ranks call; communicates."""
         assert self.group is not None
         bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
         for bucket in self.all_buckets:
-            bucket.free()
+            bucket.values.free()
             if bucket_of.get(bucket.params[0]) is not bucket:
-                wide = WideBucket(bucket)  # in the owners' dtype
+                wide = wide_bucket(bucket)
                 start_gather((self.group.during("state"),), wide).wait()
-                for param, value in wide.values.items():
+                for param, value in wide.values.by_param.items():
                     if param in bucket_of:
-                        bucket_of[param].row.take_in(param, value)
+                        bucket_of[param].values.row.take_in(param, value)
 
     def hand_over(
-        self, buckets: Sequence[RowBucket], group: RankGroup, params: Sequence[Tensor]
+        self, buckets: Sequence[Bucket[RowValues]], group: RankGroup, params: Sequence[Tensor]
     ) -> Callable[[Any], None] | None:
         """Move the units to other buckets; return the new optimizer's callback. All call; communicates."""
         was_open, self.is_open = self.is_open, False
@@ -136,7 +137,7 @@ class Registration:
         if not was_open:
             return None
         for bucket in self.all_buckets:
-            bucket.release()
+            bucket.values.release()
         return self._taken_over
 
     def _make_whole(self, params: AbstractSet[Tensor], group: RankGroup) -> None:
@@ -145,7 +146,7 @@ class Registration:
             if members:
                 start_gather((group.during("state"),), bucket).wait()
                 values = [param.detach().clone() for param in members]
-                bucket.free()
+                bucket.values.free()
                 for param, value in zip(members, values, strict=True):
                     param.data = value
         self.unmark(params)

@@ -24,10 +24,10 @@ from zero_optim.plan.plan import (
 )
 from zero_optim.plan.strides import check_shardable
 from zero_optim.probe.traits import ELSEWHERE
-from zero_optim.shard.bucket import Bucket
+from zero_optim.shard.bucket import Bucket, Values
 from zero_optim.shard.order import Alike
 from zero_optim.shard.places import is_freed
-from zero_optim.shard.row_bucket import RowBucket
+from zero_optim.shard.row_values import RowValues
 from zero_optim.shard.store import BucketMaker, Store
 
 # Advice for a difference in options, by the first word of the differing item.
@@ -163,7 +163,7 @@ class Sharding:
         self.held.update(rows)
 
     @property
-    def row_buckets(self) -> list[RowBucket]:
+    def row_buckets(self) -> list[Bucket[RowValues]]:
         """The buckets that are freed between steps."""
         return list(self.maker.row_buckets.values())
 
@@ -171,7 +171,7 @@ class Sharding:
         """Whether several ranks own rows of a parameter."""
         return len(self.pieces[param]) > 1
 
-    def add(self, params: Sequence[Tensor], plan: Plan, names: Sequence[str]) -> list[Bucket]:
+    def add(self, params: Sequence[Tensor], plan: Plan, names: Sequence[str]) -> list[Bucket[Values]]:
         """Store a plan's owners; return its buckets."""
         self.pieces.update(zip(params, plan.pieces, strict=True))
         refused = zip(params, plan.whole_because, strict=True) if plan.whole_because else ()

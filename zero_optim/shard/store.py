@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from zero_optim.comm.collectives import RankGroup
+from zero_optim.flow.schedule import ZERO3
 from zero_optim.plan.layout import Layout
 from zero_optim.plan.plan import Plan
 from zero_optim.plan.slices import Slices
-from zero_optim.shard.bucket import Bucket, shared_params
-from zero_optim.shard.row_bucket import RowBucket
+from zero_optim.shard.bucket import Bucket, Members, Values
 from zero_optim.shard.row_storage import RowStorage
+from zero_optim.shard.row_values import RowValues
+from zero_optim.shard.whole_values import shared_params, whole_values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,58 +31,50 @@ class BucketMaker:
 
     def __init__(self, as_views: bool, store: Store) -> None:
         self.store = store
-        self.row_buckets: dict[Tensor, RowBucket] = {}  # of all plans, by first parameter
+        self.row_buckets: dict[Tensor, Bucket[RowValues]] = {}  # of all plans, by first parameter
         self._as_views = as_views
 
-    def _sliced(self, group: RankGroup, layout: Layout, device: torch.device) -> tuple[Layout, Slices | None]:
-        """Pad a layout whose rows are gathered as equal slices, and return these."""
-        rows = {row.owner: row.stop - row.start for row in layout.rows if row.stop > row.start}
-        if not group.transport(device).sends_slices(len(rows)):
-            return layout, None
-        slices = Slices(group.rank, tuple(rows.get(rank, 0) for rank in range(group.size)))
-        return replace(layout, padding=slices.slice * group.size - slices.total), slices
+    def _members(self, group: RankGroup, params: list[Tensor], layout: Layout, label: str = "") -> Members:
+        """Return the members of a bucket; pads a layout whose rows are gathered as equal slices."""
+        rows, slices = {row.owner: row.stop - row.start for row in layout.rows if row.stop > row.start}, None
+        if group.transport(params[0].device).sends_slices(len(rows)):
+            slices = Slices(group.rank, tuple(rows.get(rank, 0) for rank in range(group.size)))
+            layout = replace(layout, padding=slices.slice * group.size - slices.total)
+        dtype = self.store.compute_dtypes.get(params[0])
+        return Members(params, layout, group.rank, label, slices=slices, dtype=dtype)
 
     def make_rows(
-        self, group: RankGroup, params: Sequence[Tensor], plan: Plan, former: Iterable[RowBucket] = ()
-    ) -> list[RowBucket]:
+        self, group: RankGroup, params: Sequence[Tensor], plan: Plan, former: Iterable[Bucket[RowValues]] = ()
+    ) -> list[Bucket[RowValues]]:
         """Make a plan's buckets of rows, empty; former ones with an equal plan are reused."""
-        store, rows = self.store, list[RowBucket]()
-        there = {bucket.params[0]: bucket for bucket in former}
+        rows, there = list[Bucket[RowValues]](), {bucket.params[0]: bucket for bucket in former}
         for planned in plan.buckets:
-            members = [params[index] for index in planned.params]
-            first = members[0]
-            if first not in store.params:
+            chosen = [params[index] for index in planned.params]
+            if chosen[0] not in self.store.params:
                 continue
-            bucket = there.get(first)
-            layout, slices = self._sliced(group, planned.layout, first.device)
-            ids = list(map(id, members))
-            if bucket is None or bucket.layout != layout or list(map(id, bucket.params)) != ids:
-                dtype = store.compute_dtypes.get(first)
-                bucket = RowBucket(
-                    members, layout, group.rank, slices=slices, dtype=dtype, storage=store.rows
-                )
+            bucket, members = there.get(chosen[0]), self._members(group, chosen, planned.layout)
+            ids = list(map(id, chosen))
+            if bucket is None or bucket.layout != members.layout or list(map(id, bucket.params)) != ids:
+                bucket = Bucket(members, RowValues(members, self.store.rows), ZERO3)
             rows.append(bucket)
         self.row_buckets.update((bucket.params[0], bucket) for bucket in rows)
         return rows
 
     def make(
         self, group: RankGroup, params: Sequence[Tensor], plan: Plan, labels: Sequence[str]
-    ) -> list[Bucket]:
+    ) -> list[Bucket[Values]]:
         """Make all buckets of a plan, but for those that `make_rows` has made of it."""
         rows = {row.params[0]: row for row in self.make_rows(group, params, plan, self.row_buckets.values())}
         indices = [index for bucket in plan.buckets for index in bucket.params]
         shared = shared_params(p for p in map(params.__getitem__, indices) if p not in self.store.params)
-        buckets: list[Bucket] = []
+        buckets: list[Bucket[Values]] = []
         for planned, label in zip(plan.buckets, labels, strict=True):
-            members = [params[index] for index in planned.params]
-            if (kept := rows.get(members[0])) is not None:
-                kept.relabel(label)
+            chosen = [params[index] for index in planned.params]
+            if (kept := rows.get(chosen[0])) is not None:
+                kept.members.relabel(label)
                 buckets.append(kept)
-                continue
-            layout, slices = self._sliced(group, planned.layout, members[0].device)
-            buckets.append(
-                Bucket(
-                    members, layout, group.rank, label, slices=slices, as_views=self._as_views, shared=shared
-                )
-            )
+            else:
+                members = self._members(group, chosen, planned.layout, label)
+                values = whole_values(members, as_views=self._as_views, shared=shared)
+                buckets.append(Bucket(members, values))
         return buckets

@@ -7,7 +7,7 @@ from typing import Any
 
 from zero_optim.flow.pending import Pending
 from zero_optim.health.stamp import Header
-from zero_optim.shard.bucket import Bucket
+from zero_optim.shard.bucket import Bucket, Values
 
 
 class Task:
@@ -22,23 +22,23 @@ class Task:
         """Start the reduction of a bucket of gradients."""
         raise NotImplementedError
 
-    def step(self, buckets: Sequence[Bucket]) -> None:
+    def step(self, buckets: Sequence[Bucket[Values]]) -> None:
         """Step what this rank owns in some buckets; keeps what fails in `failure`."""
         raise NotImplementedError
 
-    def to_gather(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+    def to_gather(self, buckets: Sequence[Bucket[Values]]) -> Sequence[Bucket[Values]]:
         """Choose those that are gathered."""
         return buckets
 
-    def gather(self, bucket: Bucket) -> Pending[None]:
+    def gather(self, bucket: Bucket[Any]) -> Pending[None]:
         """Start the gather of a bucket."""
         raise NotImplementedError
 
-    def start_awaited(self, bucket: Bucket, at_once: int) -> None:
+    def start_awaited(self, bucket: Bucket[Any], at_once: int) -> None:
         """Start a gather that this call waits for, beside so many others that take memory."""
         if self.awaited is None:
             self.awaited = deque()
-        while bucket.nbytes_to_gather and len(self.awaited) >= at_once:
+        while bucket.values.nbytes_to_gather and len(self.awaited) >= at_once:
             self.awaited.popleft().wait()
         self.awaited.append(self.gather(bucket))
 
@@ -47,8 +47,13 @@ class Task:
         header, self.header = self.header, None
         return header
 
-    def arrived(self) -> None:
+    def arrived(self, buckets: Sequence[Any]) -> None:
         """Look at what has come with the rows that somebody waited for."""
+
+    def free(self, buckets: Sequence[Any]) -> None:
+        """Let go of what this rank does not own; here of gradients."""
+        for bucket in buckets:
+            bucket.free()
 
     def end(self) -> None:
         """Compare what ranks have done, after the last operation."""

@@ -9,7 +9,7 @@ import torch
 from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.mesh import agree_between_replicas
-from zero_optim.dtensor.held_bucket import make_held_buckets
+from zero_optim.dtensor.held_values import make_held_buckets
 from zero_optim.dtensor.placement import held_among, row_pieces
 from zero_optim.plan.groups import ParamGroup, describe_options, params_of, short_names
 from zero_optim.plan.plan import Plan, describe_owners, describe_params
@@ -70,7 +70,7 @@ def build(
             leaves.keep(buckets)
         held_buckets = make_held_buckets(groups, plan, held, leaves.held, sharding)
     for bucket in held_buckets:
-        bucket.fetch()
+        bucket.values.fetch()
     with failing_together(everyone):
         local_over = partial(own.local_over, groups)
         owned = OwnedState(group, leaves, average, sharding.owned(every, plan), local_over)
@@ -131,7 +131,7 @@ def add_group(core: Core, group: dict[str, Any]) -> None:
         with failing_together(core.group):
             buckets = make_held_buckets(core.groups, plan, held, owned.leaves.held, sharding)
         for bucket in buckets:
-            bucket.fetch()
+            bucket.values.fetch()
         owned.add_group(core.group, group, own.specs[0], sharding.owned(group["params"], plan))
         core.add(group["params"], plan, buckets)
     except Exception:

@@ -15,11 +15,12 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.encoding import inner_tensors
 from zero_optim.comm.mesh import RankMesh
-from zero_optim.dtensor.held_bucket import HeldBucket
+from zero_optim.dtensor.held_values import HeldValues
 from zero_optim.health.stamps import Call
 from zero_optim.plan.groups import ParamGroup, have_members, names_text, param_names, params_of, short_names
 from zero_optim.plan.pieces import Pieces, is_whole, owned_by_text, piece_of
 from zero_optim.plan.plan import Plan, describe_params
+from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.sharding import Sharding
 from zero_optim.shard.store import Store
@@ -42,7 +43,7 @@ class Core:
     sharding: Sharding
     owned: OwnedState
     groups: list[ParamGroup]
-    held_buckets: list[HeldBucket] = field(default_factory=list)  # whose rows somebody else keeps
+    held_buckets: list[Bucket[HeldValues]] = field(default_factory=list)  # whose rows somebody else keeps
     snapshot: Snapshot = field(default_factory=Snapshot)
     unreduced: UnreducedParams = field(default_factory=UnreducedParams)
     samples: GradientSamples = field(default_factory=GradientSamples)
@@ -98,7 +99,7 @@ class Core:
         """Raise if the model holds averaged weights, or somebody needs rows whole."""
         self.owned.average.check_out()
         for bucket in self.sharding.row_buckets:
-            bucket.check_unpinned()
+            bucket.values.check_unpinned()
 
     def prepare(self) -> None:
         """Check the parameters before a step, and apply the user's changes; waits for gathers."""
@@ -108,14 +109,20 @@ class Core:
         self.check_cuts(self.groups)
         self.follow_state()
 
-    def add(self, params: Sequence[Tensor], plan: Plan, held: Sequence[HeldBucket] = ()) -> None:
+    def add(self, params: Sequence[Tensor], plan: Plan, held: Sequence[Bucket[HeldValues]] = ()) -> None:
         """Put the last parameters, which this rank steps by now, into the buckets of their plan."""
         for bucket in held:
-            bucket.release()
+            bucket.values.release()
         self.inputs.costs.update(zip(params, plan.costs, strict=True))
         names = short_names(self.groups)[len(self.params) - len(params) :]
         self.engine.add([*self.sharding.add(params, plan, names), *held])
         self.held_buckets.extend(held)
+
+    def gather_all(self) -> None:
+        """Gather all parameters, frozen ones too, and wait; those of units are freed. All ranks call."""
+        for bucket in self.sharding.row_buckets:
+            bucket.values.stepped(changed=True)
+        self.engine.gather_all()
 
     def call(self, name: str, failure: BaseException | None = None) -> Call:
         """Describe a call for stamps, with its exception on this rank."""

@@ -57,10 +57,10 @@ def rebind(core: Core, group: RankGroup, *, keep_state: bool) -> None:
             group.check_serves(core.params)
             core.check_weights()
         _go_over(core, group, core.inputs, keep_state=keep_state)
-        core.engine.gather_all()
+        core.gather_all()
 
 
-def shard_parameters(core: Core, store: Store) -> list[Bucket]:
+def shard_parameters(core: Core, store: Store) -> list[Bucket[Any]]:
     """Plan anew, with empty row buckets for a store's parameters; all ranks call. Returns the old ones."""
     group, inputs = core.group, core.inputs
     with group.doing("shard_parameters()"):

@@ -22,14 +22,15 @@ from torch.nn import Parameter
 
 from zero_optim.compat import private
 from zero_optim.compat.streams import is_asynchronous
-from zero_optim.dtensor.held_bucket import HeldLeaves
+from zero_optim.dtensor.held_values import HeldLeaves
 from zero_optim.errors import StateMismatchError
 from zero_optim.plan.pieces import Piece, Pieces, is_whole, rows_of
 from zero_optim.plan.strides import kept_dtype
 from zero_optim.probe.cut_rows import CutRows
+from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.places import is_freed, shown_when_freed
-from zero_optim.shard.row_bucket import RowBucket
 from zero_optim.shard.row_storage import HostStorage
+from zero_optim.shard.row_values import RowValues
 from zero_optim.step.partial import PartialGradient, is_on_host
 
 MASTER = "zero_optim.master"  # no class has an entry of that name
@@ -75,10 +76,10 @@ class Leaves:
             self.separate[param] = Parameter(rows.data, requires_grad=trains)
         return self.leaf(param)
 
-    def keep(self, buckets: Iterable[RowBucket]) -> None:
+    def keep(self, buckets: Iterable[Bucket[RowValues]]) -> None:
         """Record the owned rows in buckets of rows."""
         for bucket in buckets:
-            self.kept.update(bucket.row.by_param())
+            self.kept.update(bucket.values.row.by_param())
 
     @property
     def owned(self) -> Collection[Tensor]:

@@ -1,4 +1,4 @@
-"""Buckets of DTensors: stepped where their rows lie, or brought to owners as whole tensors, and back.
+"""Values of DTensors: stepped where their rows lie, or brought to owners as whole tensors, and back.
 
 Note [Nothing whole is kept]
     Users, checkpoints and ``torch._foreach_*`` write to shards, and no version counter sees all of it. So
@@ -29,7 +29,7 @@ from zero_optim.health.stamp import Header
 from zero_optim.plan.groups import ParamGroup, params_of, short_names
 from zero_optim.plan.layout import whole
 from zero_optim.plan.plan import Plan
-from zero_optim.shard.bucket import Bucket
+from zero_optim.shard.bucket import Bucket, Members
 from zero_optim.shard.places import shown_when_freed
 from zero_optim.shard.sharding import Sharding
 
@@ -60,41 +60,37 @@ class HeldLeaves:
         self.away.discard(param)
 
 
-class HeldBucket(Bucket):
-    """Parameters of one dtype whose rows somebody else keeps; ``owners``: None where rows are stepped."""
+class HeldValues:
+    """Values of one dtype of which somebody else keeps the rows; ``moves`` to owners and back, if any."""
+
+    is_in_place = False
 
     def __init__(
-        self,
-        params: list[Tensor],
-        names: Sequence[str],
-        chunks: Sequence[Chunks],
-        owners: Sequence[int] | None,
-        group: RankGroup,
-        leaves: HeldLeaves,
+        self, members: Members, names: Sequence[str], moves: RowMoves | None, leaves: HeldLeaves
     ) -> None:
-        layout = whole([param.numel() for param in params], owners or [0] * len(params))
-        super().__init__(params, layout, group.rank, as_views=False)
-        self.schedule = HELD_ROWS if owners is None else HELD_WHOLE
-        self.names, self._leaves = names, leaves
-        self._moves: RowMoves | None = None
+        self.members, self.names, self._moves, self._leaves = members, names, moves, leaves
         self._coming: Pending[tuple[list[bytes], list[Whole]]] | None = None
-        self._grads: list[Tensor | None] = [None] * len(params)
-        if owners is not None:
-            shapes = [tuple(param.shape) for param in params]
-            each = zip(shapes, chunks, owners, strict=True)
-            forms = [Form(shape, cut.dim, owner) for shape, cut, owner in each]
-            self._moves = RowMoves(group, forms, self.dtype, self.device)
-            self.nbytes_to_gather = self._moves.nbytes()
-            self.release()
-        else:
+        self._grads: list[Tensor | None] = [None] * len(members.params)
+        self.nbytes_to_gather = 0 if moves is None else moves.nbytes()
+        if moves is None:
             self.open()
+        else:
+            self.release()
+
+    def written(self) -> list[tuple[int, int]]:
+        """Return nothing: `refresh` writes nowhere."""
+        return []
+
+    def refresh(self) -> None:
+        """Raise RuntimeError if a dtype, device or shape changed."""
+        self.members.check()
 
     def open(self) -> None:
         """Look for this rank's rows and gradients; TypeError if a gradient is placed in another way."""
         self.refresh()
-        self._grads = list(map(gradient_rows, self.params, self.names))
+        self._grads = list(map(gradient_rows, self.members.params, self.names))
         if self._moves is None:
-            for param, grad in zip(self.params, self._grads, strict=True):
+            for param, grad in zip(self.members.params, self._grads, strict=True):
                 self._leaves.values[param] = local_rows(param)
                 if grad is not None:
                     self._leaves.grads[param] = grad
@@ -103,9 +99,9 @@ class HeldBucket(Bucket):
         """Bring values, without gradients, to owners if there are any; all ranks call; communicates."""
         if self._moves is None:
             return
-        _, (values,) = self._moves.start_to_owners(b"\0", list(map(local_rows, self.params))).wait()
+        _, (values,) = self._moves.start_to_owners(b"\0", list(map(local_rows, self.members.params))).wait()
         for number, value in values.items():
-            self._leaves.come(self.params[number], value)
+            self._leaves.come(self.members.params[number], value)
 
     def present(self) -> list[bool]:
         """Return for each parameter whether this rank has a gradient."""
@@ -114,7 +110,9 @@ class HeldBucket(Bucket):
     def start_to_owners(self, head: bytes) -> None:
         """Start to bring rows of gradients and parameters to owners, behind the head for all ranks."""
         assert self._moves is not None
-        self._coming = self._moves.start_to_owners(head, self._grads, list(map(local_rows, self.params)))
+        self._coming = self._moves.start_to_owners(
+            head, self._grads, list(map(local_rows, self.members.params))
+        )
 
     @property
     def is_coming(self) -> bool:
@@ -128,7 +126,7 @@ class HeldBucket(Bucket):
         heads, (grads, values) = coming.wait()
         present = self.present()
         for number, value in values.items():
-            param = self.params[number]
+            param = self.members.params[number]
             self._leaves.come(param, value)
             if present[number]:
                 self._leaves.grads[param] = grads[number]
@@ -136,38 +134,39 @@ class HeldBucket(Bucket):
 
     def gradients(self) -> dict[Tensor, Tensor | None]:
         """Return the gradients of what this rank steps of it."""
-        return {param: self._leaves.grads.get(param) for param in self.params}
+        return {param: self._leaves.grads.get(param) for param in self.members.params}
 
     def start_to_holders(self, header: Header | None) -> Pending[None]:
         """Start to send rows of the owned parameters back, with a header."""
         assert self._moves is not None
         if self.is_coming:  # a step that failed did not ask for it
             self.take_arrived()
-        wholes = {number: self._leaves.values[self.params[number]] for number in self._moves.owned}
-        pending = self._moves.start_to_holders(wholes, list(map(local_rows, self.params)), header)
+        wholes = {number: self._leaves.values[self.members.params[number]] for number in self._moves.owned}
+        pending = self._moves.start_to_holders(wholes, list(map(local_rows, self.members.params)), header)
         self.release()
-        torch.autograd.graph.increment_version(self.params)
+        torch.autograd.graph.increment_version(self.members.params)
         return pending
 
     def release(self) -> None:
         """Drop gradients, and whole tensors."""
-        self._grads, self._coming = [None] * len(self.params), None
-        for param in self.params:
+        of = self.members
+        self._grads, self._coming = [None] * len(of.params), None
+        for param in of.params:
             self._leaves.grads.pop(param, None)
         for number in () if self._moves is None else self._moves.owned:
-            param = self.params[number]
+            param = of.params[number]
             self._leaves.away.add(param)
-            self._leaves.values[param] = shown_when_freed(param.shape, self.dtype, self.device)
+            self._leaves.values[param] = shown_when_freed(param.shape, of.dtype, of.device)
 
 
-def head_of(buckets: Sequence[HeldBucket], failure: BaseException | None) -> bytes:
+def head_of(buckets: Sequence[Bucket[HeldValues]], failure: BaseException | None) -> bytes:
     """Make the head of messages: whether this rank cannot begin, and which gradients it has."""
-    return bytes([failure is not None, *(each for bucket in buckets for each in bucket.present())])
+    return bytes([failure is not None, *(each for bucket in buckets for each in bucket.values.present())])
 
 
 def check_heads(
     group: RankGroup,
-    buckets: Sequence[HeldBucket],
+    buckets: Sequence[Bucket[HeldValues]],
     heads: Sequence[bytes],
     failure: BaseException | None,
 ) -> None:
@@ -175,7 +174,7 @@ def check_heads(
     if any(head[0] for head in heads):
         raise one_error(group, failure)
     if len(set(heads)) > 1:
-        names = [name for bucket in buckets for name in bucket.names]
+        names = [name for bucket in buckets for name in bucket.values.names]
         has = [
             f"{'a' if has else 'no'} gradient of {name}"
             for has, name in zip(heads[group.rank][1:], names, strict=True)
@@ -189,8 +188,8 @@ def make_held_buckets(
     held: Mapping[Tensor, Chunks],
     leaves: HeldLeaves,
     sharding: Sharding,
-) -> list[HeldBucket]:
-    """Make buckets of a plan's DTensors, of the last of groups; owners still have to `HeldBucket.fetch`."""
+) -> list[Bucket[HeldValues]]:
+    """Make buckets of a plan's DTensors, of the last of groups; owners still have to `HeldValues.fetch`."""
     params, names = params_of(groups), short_names(groups)
     before = len(params) - len(plan.pieces)
     params, names = params[before:], names[before:]
@@ -207,17 +206,22 @@ def make_held_buckets(
         size = sharding.cap_nbytes * sharding.group.size
         count = max(2, math.ceil(nbytes / size)) if nbytes >= LEAST_NBYTES else 1
         chosen += [(part, True) for part in _divided(members, count, owners, plan.costs)]
-    return [
-        HeldBucket(
-            [params[index] for index in members],
-            [names[index] for index in members],
-            [held[params[index]] for index in members],
-            [owners[index] for index in members] if moves else None,
-            sharding.group,
-            leaves,
-        )
-        for members, moves in chosen
-    ]
+    buckets = []
+    for numbers, moves in chosen:
+        chunks = [held[params[index]] for index in numbers]
+        to = [owners[index] if moves else 0 for index in numbers]
+        layout = whole([params[index].numel() for index in numbers], to)
+        of = Members([params[index] for index in numbers], layout, sharding.group.rank)
+        rows = _moves(of, chunks, to, sharding.group) if moves else None
+        values = HeldValues(of, [names[index] for index in numbers], rows, leaves)
+        buckets.append(Bucket(of, values, HELD_WHOLE if moves else HELD_ROWS))
+    return buckets
+
+
+def _moves(members: Members, chunks: Sequence[Chunks], owners: Sequence[int], group: RankGroup) -> RowMoves:
+    each = zip(members.params, chunks, owners, strict=True)
+    forms = [Form(tuple(param.shape), cut.dim, owner) for param, cut, owner in each]
+    return RowMoves(group, forms, members.dtype, members.device)
 
 
 def _divided(

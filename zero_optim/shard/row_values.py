@@ -1,4 +1,4 @@
-"""A bucket of which each rank keeps its own row; its parameters are *whole* in use, else *freed*.
+"""Values of which each rank keeps its own row; the parameters are *whole* in use, else *freed*.
 
 No communication. Units run the row `ZERO3` of the schedule.
 
@@ -25,11 +25,8 @@ from torch import Tensor
 from zero_optim.compat import private
 from zero_optim.compat.streams import record_use
 from zero_optim.flow.pending import Pending
-from zero_optim.flow.schedule import ZERO3
-from zero_optim.plan.layout import Layout
-from zero_optim.plan.slices import Slices
 from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE
-from zero_optim.shard.bucket import Bucket
+from zero_optim.shard.bucket import Bucket, Members
 from zero_optim.shard.own_row import OwnRow
 from zero_optim.shard.places import FreedParams
 from zero_optim.shard.row_storage import RowStorage
@@ -63,47 +60,36 @@ class KeptRows(NamedTuple):
     rows: Tensor | None  # in memory that stays; None if it owns none
 
 
-class RowBucket(Uncopied, Bucket):
-    """A bucket of which this rank keeps its ``row``: Note [Freed in place]. Starts without memory."""
+class RowValues(Uncopied):
+    """Values of which this rank keeps its ``row``: Note [Freed in place]. Starts without memory.
 
-    schedule = ZERO3
-    keeps_gather = True
+    ``is_left``: state dicts show the parameters as they are.
+    """
 
-    def __init__(
-        self,
-        params: list[Tensor],
-        layout: Layout,
-        rank: int,
-        label: str = "",
-        *,
-        slices: Slices | None = None,
-        dtype: torch.dtype | None = None,  # of the flat tensor and whole parameters
-        storage: RowStorage | None = None,
-    ) -> None:
+    is_in_place = False
+
+    def __init__(self, members: Members, storage: RowStorage | None = None) -> None:
         # The parameters have the compute dtype already where another bucket held them.
-        super().__init__(params, layout, rank, label, slices=slices, dtype=dtype, as_views=False)
-        self._memory = UnitMemory(layout.numel, self.dtype, self.device)
-        self._flat = self._memory.flat
-        self._keep(self._flat)
-        self._views = self.views(self._flat)
-        self.row = OwnRow(self, self._memory, RowStorage() if storage is None else storage)
-        self._flat_row = self._flat[self.row.span]
+        self.members = members
+        self._memory = UnitMemory(members.layout.numel, members.dtype, members.device)
+        self._views = members.views(self._memory.flat)
+        self.sent: Sequence[tuple[int, Tensor]] = members.rows(self._memory.flat)
+        self.row = OwnRow(members, self._memory, RowStorage() if storage is None else storage)
         self._memory.free()
-        self._freed = FreedParams(params, self.dtype, self.device)
-        self.is_whole = self._has_changed = False
-        self.is_left = False  # state dicts show the parameters as they are
+        self._freed = FreedParams(members.params, members.dtype, members.device)
+        self.is_whole = self._has_changed = self.is_left = False
         self._gather: Pending[None] | None = None  # the last one, which each stream waits for
         self._num_pins = 0  # users that need the parameters whole: nothing may change them
 
     @property
     def nbytes_live(self) -> int:
         """Current bytes beside the row."""
-        return self.nbytes if self._memory.is_there and not self.row.is_flat else 0
+        return self._memory.flat.nbytes if self._memory.is_there and not self.row.is_flat else 0
 
     @property
     def needs_gather(self) -> bool:
         """Whether it is not whole, and no gather is under way."""
-        return not self.is_whole and not self.comes
+        return not self.is_whole and (self._gather is None or not self._gather.is_unclaimed)
 
     @property
     def comes(self) -> bool:
@@ -113,13 +99,13 @@ class RowBucket(Uncopied, Bucket):
     @property
     def storage_id(self) -> int:
         """An id of the flat tensor's storage, valid without memory."""
-        return int(private.cdata(self._flat.untyped_storage()))
+        return int(private.cdata(self._memory.flat.untyped_storage()))
 
     def shares_memory(self, tensor: Tensor) -> bool:
         """Whether a tensor is a view of the flat tensor that dies with its memory."""
         if self.row.is_flat or tensor.layout is not torch.strided:
             return False
-        address = self._flat.untyped_storage().data_ptr()
+        address = self._memory.flat.untyped_storage().data_ptr()
         return address != 0 and tensor.untyped_storage().data_ptr() == address
 
     def shows_freed(self, tensor: Tensor) -> bool:
@@ -146,7 +132,8 @@ class RowBucket(Uncopied, Bucket):
     def release(self, only: Tensor | None = None) -> None:
         """Make all parameters, or one, show NaN and release their memory; their values are new."""
         self._has_changed = True
-        for param, form, nan in zip(self.params, self.forms, self._freed.tensors, strict=True):
+        of = self.members
+        for param, form, nan in zip(of.params, of.forms, self._freed.tensors, strict=True):
             if only is None or param is only:
                 setattr(param, STRIDES_WHEN_WHOLE, form.stride)
                 if self.row.is_rounded:
@@ -168,9 +155,13 @@ class RowBucket(Uncopied, Bucket):
         """Raise RuntimeError if somebody needs the parameters whole and unchanged."""
         if self._num_pins:
             raise RuntimeError(
-                f"the parameters of {self.label} are inside unsharded(): leave it before a step, before "
-                "averaged weights, and before a save or load"
+                f"the parameters of {self.members.label} are inside unsharded(): leave it before a step, "
+                "before averaged weights, and before a save or load"
             )
+
+    def written(self) -> list[tuple[int, int]]:
+        """Return nothing: `refresh` writes nowhere."""
+        return []
 
     def refresh(self) -> None:
         """Raise RuntimeError, before a step, if a parameter is pinned or was given other memory."""
@@ -179,11 +170,11 @@ class RowBucket(Uncopied, Bucket):
 
     def _check_untouched(self) -> None:
         shown = self._views if self.is_whole else self._freed.tensors
-        for param, tensor in zip(self.params, shown, strict=True):
+        for param, tensor in zip(self.members.params, shown, strict=True):
             if param.numel() and param.data_ptr() != tensor.data_ptr():
-                raise RuntimeError(_WRITE.format(name=self.label))
+                raise RuntimeError(_WRITE.format(name=self.members.label))
         if not self.is_whole and self._freed.was_written():
-            raise RuntimeError(_WRITE.format(name=self.label))
+            raise RuntimeError(_WRITE.format(name=self.members.label))
 
     def mark_changed(self) -> None:
         """Record that the row changed, and free the parameters."""
@@ -202,40 +193,36 @@ class RowBucket(Uncopied, Bucket):
     def take_written(self) -> None:
         """Copy writes to whole parameters into the row; RuntimeError if a dtype, device or shape changed."""
         assert self.is_whole
-        for param, form, view in zip(self.params, self.forms, self._views, strict=True):
+        for param, form, view in zip(self.members.params, self.members.forms, self._views, strict=True):
             if param.numel() and param.data_ptr() != view.data_ptr():
                 form._replace(dtype=view.dtype).check(param)
                 view.copy_(param)
                 param.data = view
-        self.row.take_written(self._flat_row)
+        self.row.take_written()
 
     # ------------------------------------------------------------------ whole and freed
 
-    def fill(self) -> Tensor:
-        """Return the flat tensor with memory and this rank's row; RuntimeError if the user wrote to it.
+    def fill(self) -> tuple[Tensor, Tensor | None]:
+        """See `GatheredValues`; RuntimeError if the user wrote to the parameters.
 
         Other ranks then wait, as for any error in a forward pass, and the watchdog tells them.
         """
         self._check_untouched()
+        own = None
         if not self.row.is_flat:
             self._memory.grow()
-            if self.own_row is None:
-                with torch.no_grad():
-                    self.row.read(self._flat_row)
-        return self._flat
-
-    @property
-    def own_row(self) -> Tensor | None:
-        """See `Bucket`: where rows are gathered by slices, and it is sent as it is kept."""
-        return None if self.slices is None else self.row.sent
+            own = None if self.members.slices is None else self.row.sent
+            if own is None:
+                self.row.fill()
+        return self._memory.flat, own
 
     def receive(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
         """Make the parameters whole after all rows have come."""
-        assert flat is self._flat
+        assert flat is self._memory.flat
         self._show(self._views)
         self.is_whole = True
         if self._has_changed:
-            torch.autograd.graph.increment_version(self.params)
+            torch.autograd.graph.increment_version(self.members.params)
             self._has_changed = False
 
     def keep(self, gather: Pending[None]) -> None:
@@ -252,7 +239,7 @@ class RowBucket(Uncopied, Bucket):
         if self._gather is not None:
             self._gather.wait()
         if self.is_whole:
-            record_use(self._flat)  # which may be freed while this stream still reads it
+            record_use(self._memory.flat)  # which may be freed while this stream still reads it
 
     def free(self) -> None:
         """Wait for the gather, then free the parameters and the flat tensor's memory."""
@@ -268,60 +255,72 @@ class RowBucket(Uncopied, Bucket):
         self._freed.note_versions()
 
     def _show(self, tensors: list[Tensor]) -> None:
-        for param, tensor in zip(self.params, tensors, strict=True):
+        for param, tensor in zip(self.members.params, tensors, strict=True):
             param.data = tensor
 
 
-class WideBucket(Bucket):
-    """A `RowBucket` in the owners' dtype, gathered beside its parameters for a state dict or a load."""
+class WideValues:
+    """`RowValues` in the owners' dtype, ``by_param``, gathered beside these for a state dict or a load."""
 
-    def __init__(self, bucket: RowBucket) -> None:
-        super().__init__(
-            bucket.params,
-            bucket.layout,
-            bucket.rank,
-            f"{bucket.label}, as owners keep it",
-            slices=bucket.slices,
-            dtype=bucket.row.values.dtype,
-            as_views=False,
-        )
-        self.schedule = bucket.schedule
-        self.values: dict[Tensor, Tensor] = {}
-        self.needs_gather = True
-        self._bucket = bucket
-        self._flat: Tensor | None = None
+    sent: Sequence[tuple[int, Tensor]] = ()
+    needs_gather = True
 
-    def fill(self) -> Tensor:
-        """Return the flat tensor with this rank's row; raises as `RowBucket.refresh`."""
-        self._bucket.refresh()
-        self._flat = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
-        self._bucket.row.read(self._flat[self._bucket.row.span])
-        return self._flat
+    def __init__(self, members: Members, narrow: RowValues) -> None:
+        self._flat = torch.zeros(members.layout.numel, dtype=members.dtype, device=members.device)
+        self._flat_row = self._flat[narrow.row.span]
+        self.by_param = dict(zip(members.params, members.views(self._flat), strict=True))
+        self._narrow = narrow
+        self._gather: Pending[None] | None = None
+
+    def fill(self) -> tuple[Tensor, None]:
+        """Return the flat tensor with this rank's row; raises as `RowValues.refresh`."""
+        self._narrow.refresh()
+        self._narrow.row.read(self._flat_row)
+        return self._flat, None
 
     def receive(self, flat: Tensor, changed: Collection[Tensor] | None = None) -> None:
-        """Set `values` after all rows have come."""
-        self.values = dict(zip(self.params, self.views(flat), strict=True))
+        """Do nothing: others' rows have come to their places."""
+
+    def keep(self, gather: Pending[None]) -> None:
+        """Keep the gather until `arrive`."""
+        self._gather = gather
+
+    def arrive(self) -> None:
+        """Make the current stream wait for the gather."""
+        if self._gather is not None:
+            self._gather.wait()
+
+    def free(self) -> None:
+        """Drop a gather that failed."""
+        self._gather = None
 
     def take_written(self) -> None:
         """Copy written values into the owners' rows and free the parameters; RuntimeError if pinned."""
-        assert self._flat is not None  # it was filled
-        self._bucket.check_unpinned()
-        self._bucket.row.write(self._flat[self._bucket.row.span])
-        self._bucket.mark_changed()
+        self._narrow.check_unpinned()
+        self._narrow.row.write(self._flat_row)
+        self._narrow.mark_changed()
+
+
+def wide_bucket(bucket: Bucket[RowValues]) -> Bucket[WideValues]:
+    """Return a bucket of the same parameters in the owners' dtype."""
+    of, dtype = bucket.members, bucket.values.row.values.dtype
+    label = f"{of.label}, as owners keep it"
+    members = Members(of.params, of.layout, of.rank, label, slices=of.slices, dtype=dtype)
+    return Bucket(members, WideValues(members, bucket.values), bucket.schedule)
 
 
 @contextmanager
-def left_freed(buckets: Sequence[RowBucket]) -> Iterator[dict[Tensor, KeptRows]]:
+def left_freed(buckets: Sequence[Bucket[RowValues]]) -> Iterator[dict[Tensor, KeptRows]]:
     """Have state dicts show parameters as they are; yields this rank's part of each."""
     parts: dict[Tensor, KeptRows] = {}
     for bucket in buckets:
-        bucket.is_left = True
+        bucket.values.is_left = True
     try:
         for bucket in buckets:
-            rows = bucket.row.by_param()
-            for param, form in zip(bucket.params, bucket.forms, strict=True):
+            rows = bucket.values.row.by_param()
+            for param, form in zip(bucket.params, bucket.members.forms, strict=True):
                 parts[param] = KeptRows(form.stride, rows.get(param))
         yield parts
     finally:
         for bucket in buckets:
-            bucket.is_left = False
+            bucket.values.is_left = False
