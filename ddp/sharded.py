@@ -37,7 +37,7 @@ class ShardedDataParallel(DistributedDataParallel):
 
     Each bucket is sent while the next one fills, and takes half the bytes of an all-reduce. A rank holds its
     own gradients, one gradient and three buckets, two if ranks of one host share its memory: Note [Memory of
-    sharded gradients] in `zero_optim.ddp.owners.owner_bucket`. The first pass with ``static_graph=True``
+    sharded gradients] in `zero_optim.ddp.owners.owner_storage`. The first pass with ``static_graph=True``
     holds all gradients.
 
     All ranks of the optimizer's group construct it, with the same arguments, and run forward and backward

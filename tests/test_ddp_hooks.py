@@ -142,7 +142,7 @@ def test_a_bucket_keeps_pytorchs_contract() -> None:
         assert [is_last for _, is_last, _ in seen] == [False] * (count - 1) + [True]
         assert sum(len(shapes) for _, _, shapes in seen) == len(list(net.parameters()))
         for bucket in model.reducer.own.assignment.buckets:
-            assert (bucket.views[0] == 6.0).all()  # two ranks, and a hook that does not divide
+            assert (bucket.storage.views[0] == 6.0).all()  # two ranks, and a hook that does not divide
 
 
 @on_ranks(2)

@@ -61,7 +61,7 @@ def build_and_drop(net: nn.Module, **options: Any) -> list[weakref.ref[Any]]:
     net.zero_grad()
     own = model.reducer.own
     bucket = own.assignment.buckets[0]
-    return [weakref.ref(thing) for thing in (model, own, bucket, bucket.flat)]
+    return [weakref.ref(thing) for thing in (model, own, bucket, bucket.storage.flat)]
 
 
 @on_ranks(1)

@@ -10,13 +10,12 @@ from fake_streams import fake_streams
 from pool import on_ranks
 from sync_calls import cpu_as_accelerator, recorded, texts
 from zero_optim.ddp import DistributedDataParallel
-from zero_optim.ddp.reducer.assignment import ReducedParams, ReducerOptions
-from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
+from zero_optim.ddp.reducer.assignment import ReducedParams, ReducerOptions, assign
 
 
 def test_the_memory_of_a_sparse_gradient_is_kept_for_the_stream_that_reads_it() -> None:
     param = nn.Parameter(torch.zeros(5, 2))
-    bucket = ReducerBucket([0], ReducedParams.of([("param", param)], ["param"]), ReducerOptions())
+    (bucket,) = assign(ReducedParams.of([("param", param)], ["param"]), ReducerOptions()).buckets
     grad = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 2), (5, 2), check_invariants=True)
     param.grad = grad
     with fake_streams() as accelerator:

@@ -11,11 +11,12 @@ from zero_optim.comm.agreement import failing_together
 from zero_optim.comm.lanes import lanes_for_rows
 from zero_optim.comm.mesh import RankMesh, agree_between_replicas
 from zero_optim.compat.autograd import backward_number
-from zero_optim.ddp.owners.owner_bucket import OwnerBucket, Owners
+from zero_optim.ddp.owners.owner_storage import OwnerRows, Owners
 from zero_optim.ddp.owners.owner_sums import OwnerSums
 from zero_optim.ddp.owners.replica_check import ReplicaCheck
 from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducerOptions
 from zero_optim.ddp.reducer.backward_pass import BackwardPass
+from zero_optim.ddp.reducer.gradient_bucket import GradientStorage, Members, ReducerBucket, SparseGradients
 from zero_optim.ddp.reducer.graph import accumulates
 from zero_optim.ddp.reducer.inbox import Ties, weakly
 from zero_optim.ddp.reducer.reducer import Reducer
@@ -90,15 +91,18 @@ class OwnerReducer(Reducer):
         for at in dense[-1:]:  # the last one carries the word of a failure
             index_lists.append(index_lists.pop(at))
 
-        self._buckets: list[OwnerBucket] = []
+        self._rows: dict[int, OwnerRows] = {}  # of dense gradients, by the bucket's number
+        buckets = list[ReducerBucket]()
         for number, indices in enumerate(index_lists):
+            members = Members(sorted(indices, reverse=True), reduced, self.options)
+            is_last = number == len(index_lists) - 1
+            if members.is_sparse:
+                storage: GradientStorage = SparseGradients(members, members.pop, owners.shown_sparse)
+            else:
+                storage = self._rows[number] = OwnerRows(members, owners, carries_word=is_last)
             schedule = engine.buckets_of([params[indices[0]]])[0].schedule  # of the one with all of them
-            place, is_last = (reduced, self.options, number), number == len(index_lists) - 1
-            slots = sorted(indices, reverse=True)
-            self._buckets.append(
-                OwnerBucket(slots, *place, is_last=is_last, schedule=schedule, owners=owners)
-            )
-        return BucketAssignment.of(self.names, self._buckets)
+            buckets.append(ReducerBucket(members, storage, number, is_last=is_last, schedule=schedule))
+        return BucketAssignment.of(self.names, buckets)
 
     def _owners(self) -> Owners:
         optimizer, dtypes = self._optimizer, dict[Tensor, torch.dtype]()
@@ -146,13 +150,9 @@ class OwnerReducer(Reducer):
         """Put reduced gradients aside: autograd would add unreduced ones to them."""
         if self._check is not None:
             self._check.start()
-        sums = OwnerSums(self._buckets, self._summing, *self._route)
-        for bucket in self._buckets:
-            earlier = {}
-            for slot, (index, param) in enumerate(zip(bucket.indices, bucket.params, strict=True)):
-                if param.grad is not None and not self.unreduced[index]:
-                    earlier[slot], param.grad = param.grad, None
-            bucket.begin(earlier, adds_at_once=self.defers_reports)
+        sums = OwnerSums(self._rows, self._summing, *self._route, adds_at_once=self.defers_reports)
+        for bucket in self.assignment.buckets:
+            bucket.members.begin(self.unreduced)
         return sums.launch
 
     def _finish(self, current: BackwardPass) -> None:

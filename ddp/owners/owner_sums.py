@@ -8,7 +8,7 @@ Note [Sums across replicas]
     it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.lanes import Lease
 from zero_optim.comm.row_sum import Bring, ReceiveBuffer, start_in_stages
-from zero_optim.ddp.owners.owner_bucket import OwnerBucket
+from zero_optim.ddp.owners.owner_storage import OwnerRows
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.flow.flow import Flow
 from zero_optim.flow.pending import Pending
@@ -27,41 +27,43 @@ class OwnerSums:
 
     def __init__(
         self,
-        buckets: Sequence[OwnerBucket],  # by number
+        rows: Mapping[int, OwnerRows],  # of dense gradients, by the bucket's number
         everyone: RankGroup,
         inner: RankGroup,  # the ranks of this replica
         lanes: Lease,  # for exchanges among them
-        across: RankGroup | None = None,  # owners of the same rows in all replicas
+        across: RankGroup | None,  # owners of the same rows in all replicas
+        *,
+        adds_at_once: bool,  # Note [Sums apart] in `owner_storage`
     ) -> None:
-        self._buckets, self._everyone, self._inner = buckets, everyone, inner
-        self._lanes, self._across = lanes, across
+        self._rows, self._everyone, self._inner = rows, everyone, inner
+        self._lanes, self._across, self._adds = lanes, across, adds_at_once
         self._received = ReceiveBuffer()
         # Of sums, of what brings them to owners, and of sums across replicas; each of one bucket at a time.
         self._flows = Flow(1), Flow(1), Flow(1)
 
-    def launch(self, full: ReducerBucket) -> Pending[Tensor]:
+    def launch(self, bucket: ReducerBucket, has_failed: bool) -> Pending[Tensor]:
         """Start a bucket; the result is what it returns as it takes the sum of this rank's row over."""
-        bucket = self._buckets[full.number]
-        if bucket.is_sparse:  # every rank gets the sum
+        storage = self._rows.get(bucket.number)
+        if storage is None:  # a sparse gradient: every rank gets the sum
             with self._lanes:
                 for flow in self._flows:
                     flow.wait()
-            return self._everyone.start_sum(bucket.flat, bucket.label)
+            return self._everyone.start_sum(bucket.storage.flat, bucket.label)
         results: list[Tensor] = []
         sums, bringing, replicas = self._flows
         with self._lanes:  # nobody else shall have them if something fails
             while len(sums):
                 sums.finish_first()
-            flat, rows = bucket.rows()
+            flat, rows = storage.rows(has_failed=has_failed)
             work, bring = start_in_stages(
                 self._inner, self._lanes.groups, flat, rows, self._received, bucket.label
             )
             stages = [] if bring is None else [(bringing, bring)]
-            across = self._across
+            across, take_over = self._across, partial(storage.take_over, adds=self._adds)
             if across is not None and rows.rows[rows.rank]:  # of which all replicas have as many
                 about = f"{bucket.label}, across replicas"
                 stages.append((replicas, lambda total: across.start_sum(total, about)))
-            end = partial(self._go_on, stages, lambda total: results.append(bucket.take_over(total)))
+            end = partial(self._go_on, stages, lambda total: results.append(take_over(total)))
             sums.start(partial(Pending, [work], end))
         return Pending([], partial(self._finish, results))
 

@@ -18,7 +18,13 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import Timeout
 from zero_optim.compat.streams import HostCopy, to_device
-from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
+from zero_optim.ddp.reducer.gradient_bucket import (
+    FlatGradients,
+    GradientStorage,
+    Members,
+    ReducerBucket,
+    SparseGradients,
+)
 from zero_optim.plan.partition import assign_buckets
 from zero_optim.plan.strides import dense_strides
 
@@ -81,6 +87,26 @@ class ReducedParams:
         """Whether the gradients of a parameter are sparse."""
         return self.names[index] in self.sparse
 
+    def whole_buckets(
+        self, index_lists: Sequence[Sequence[int]], options: ReducerOptions, *, adopt: bool
+    ) -> list[ReducerBucket]:
+        """Make buckets of zeros, which every rank sums; ``adopt`` gradients that shall be views of them."""
+        buckets = list[ReducerBucket]()
+        as_views, batched = options.gradient_as_bucket_view, options.batched_grad_copy
+        for number, indices in enumerate(index_lists):
+            members = Members(indices, self, options)
+            if members.is_sparse:
+                storage: GradientStorage = SparseGradients(members, members.gradient, _sum_of)
+            else:
+                storage = FlatGradients(members, as_views=as_views, adopt=adopt, divides=batched)
+            is_last = number == len(index_lists) - 1
+            buckets.append(ReducerBucket(members, storage, number, copies_at_once=batched, is_last=is_last))
+        return buckets
+
+
+def _sum_of(param: Tensor, _: Tensor | None, total: Tensor) -> Tensor:
+    return total.to(param.dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class BucketAssignment:
@@ -110,11 +136,7 @@ def assign(
     index_lists = assign_buckets(keys, nbytes, caps, range(len(keys)) if order is None else order)
     if order is None:
         index_lists.sort(key=min, reverse=True)
-    last = len(index_lists) - 1
-    buckets = [
-        ReducerBucket(indices, reduced, options, number, is_last=number == last)
-        for number, indices in enumerate(index_lists)
-    ]
+    buckets = reduced.whole_buckets(index_lists, options, adopt=order is not None)
     return BucketAssignment.of(reduced.names, buckets)
 
 

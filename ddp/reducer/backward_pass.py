@@ -7,6 +7,7 @@ Note [Streams of a backward pass]
     stream of ``backward()`` wait for all others. Events are recorded when the stream changes.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
@@ -116,7 +117,8 @@ class BackwardPass(Task):
         self._waiting = [len(bucket.indices) for bucket in buckets]  # gradients to come, by bucket
         self._set_aside: dict[int, Tensor] = {}  # gradients of parameters that perhaps no rank used
         self.failures = FailureNotes(assignment.names)
-        device = buckets[0].flat.device
+        self._pending = defaultdict[int, list[int]](list)  # by bucket, slots of gradients not copied yet
+        device = buckets[0].params[0].device
         self._streams = StreamOrder(device, len(buckets)) if is_asynchronous(device) else None
 
     # ------------------------------------------------------------------ phases and failures
@@ -130,9 +132,11 @@ class BackwardPass(Task):
         self.give_back(drops=True)  # before the user looks, or calls zero_grad()
 
     def give_back(self, *, drops: bool) -> None:
-        """See `ReducerBucket.give_back`."""
+        """See `Members.give_back`; ``drops`` what storages have too."""
         for bucket in self._assignment.buckets:
-            bucket.give_back(drops=drops)
+            bucket.members.give_back(drops=drops)
+            if drops:
+                bucket.storage.free()
 
     # ------------------------------------------------------------------ gradients come
 
@@ -150,15 +154,15 @@ class BackwardPass(Task):
             order.came(number)
         if slot in bucket.large_slots:
             with self.held_up:
-                bucket.take_one(slot, self._divisor)
+                bucket.storage.take((slot,), self._divisor)
         else:
-            pending = bucket.pending
+            pending = self._pending[number]
             pending.append(slot)
             if len(pending) >= bucket.batch_length:
                 if order is not None and order.join(number):
                     bucket.record_use(pending)
                 with self.held_up:
-                    bucket.take_pending(self._divisor)
+                    self.take_pending(bucket)
         waiting = self._waiting
         waiting[number] -= 1
         if not waiting[number]:
@@ -181,7 +185,7 @@ class BackwardPass(Task):
         elif bucket.number < self.num_passed:
             self.failures.add(report.LATE_GRADIENT, index)
         else:
-            bucket.pending.append(slot)
+            self._pending[bucket.number].append(slot)
 
     def presume_unused(self, indices: Sequence[int]) -> None:
         """Do not wait for some parameters' gradients; call before any has come."""
@@ -230,10 +234,9 @@ class BackwardPass(Task):
         if self._streams is not None and self._streams.join(number):
             bucket.record_use(range(len(bucket.params)))
         self._take_rest(bucket, used)
-        for slot in bucket.pop_misfits():
-            self.failures.add(report.DENSE if bucket.is_sparse else report.SPARSE, bucket.indices[slot])
-        if number == self._num_early and self.failures:
-            bucket.write_failure_word()  # the last, at the end: nothing more can go wrong
+        members = bucket.members
+        for slot in members.pop_misfits():
+            self.failures.add(report.DENSE if members.is_sparse else report.SPARSE, members.indices[slot])
         self._reduce_next()
 
     def _take_rest(self, bucket: ReducerBucket, used: Sequence[int]) -> None:
@@ -242,12 +245,17 @@ class BackwardPass(Task):
             rest = range(len(used))
         elif 0 in used:
             rest = [slot for slot, count in enumerate(used) if not count]
-        for slot in rest:
-            if not used[slot] and bucket.is_inside(slot):
-                self._set_aside[bucket.indices[slot]] = bucket.views[slot].clone()  # in case nobody used it
-        bucket.take_pending(self._divisor)
+        storage = bucket.storage
+        for slot in rest if storage.as_views else ():
+            if not used[slot] and bucket.params[slot].grad is storage.views[slot]:
+                self._set_aside[bucket.indices[slot]] = storage.views[slot].clone()  # in case nobody used it
+        self.take_pending(bucket)
         if rest:
-            bucket.take(rest, self._divisor)
+            storage.take(rest, self._divisor)
+
+    def take_pending(self, bucket: ReducerBucket) -> None:
+        """Copy gradients of a bucket that have come since, divided."""
+        bucket.storage.take(self._pending.pop(bucket.number, ()), self._divisor)
 
     def _reduce_next(self) -> None:
         self._engine.on(Moment.BUCKET_FULL, [self._assignment.buckets[self.num_passed]], self)
@@ -255,7 +263,9 @@ class BackwardPass(Task):
 
     def reduce(self, bucket: ReducerBucket) -> None:
         """Start the reduction of a bucket; the engine calls."""
-        self.launched.append((bucket, self._launch(bucket)))
+        # Of the last one, at the end: nothing more can go wrong.
+        has_failed = bucket.number == self._num_early and bool(self.failures)
+        self.launched.append((bucket, self._launch(bucket, has_failed)))
 
     def launch_zeros(self, last_order: Sequence[int]) -> None:
         """Launch all buckets as they are; the other ranks use what was used in the last pass."""
@@ -285,7 +295,7 @@ class BackwardPass(Task):
 
     def _has_gradient(self, index: int) -> bool:
         bucket, slot = self._places[index]
-        return bucket.has_gradient(slot)
+        return bucket.members.has_gradient(slot)
 
     def report(self, group: RankGroup) -> FailureReport:
         """Send failures and used parameters, after the last bucket; all ranks call."""
@@ -301,10 +311,10 @@ class BackwardPass(Task):
         """Wait for every bucket, and hand out the gradients of used parameters."""
         for bucket, reduced in self.launched.results(report):
             if not self.is_empty:
-                bucket.give(reduced, unused)
+                bucket.storage.give(reduced, unused)
             for slot, index in enumerate(bucket.indices if self._set_aside else ()):
                 if unused[index] and index in self._set_aside:
-                    bucket.views[slot].copy_(self._set_aside[index])
+                    bucket.storage.views[slot].copy_(self._set_aside[index])
                     streams.record_use(self._set_aside[index])
 
 

@@ -92,8 +92,6 @@ class Reducer:
         if self._inbox.running is not None or not is_due:
             return False
         self._assign(self.history.order_of_first(self.group))
-        for bucket in self.assignment.buckets:
-            bucket.adopt()
         self.has_rebuilt = True
         return True
 
@@ -201,7 +199,7 @@ class Reducer:
             self._ties.engine,
             self._open(),
             divisor=divisor,
-            can_carry_word=self.slot.hook is None and assignment.buckets[-1].can_carry_failure_word,
+            can_carry_word=self.slot.hook is None and assignment.buckets[-1].storage.can_carry_failure_word,
             held_up=nullcontext() if self.defers_reports else self._summing.phase,
         )
 
@@ -250,8 +248,9 @@ class Reducer:
         with self.slot.minding():
             if drops:
                 for bucket, _ in current.launched.results(report):
-                    if bucket.as_views:  # other gradients are left alone
-                        bucket.flat.zero_()
+                    if bucket.storage.as_views:  # other gradients are left alone
+                        bucket.storage.flat.zero_()
+                    bucket.storage.free()
             else:
                 current.give(unused, report)
         history, calls, order = self.history, current.calls, current.order
@@ -272,7 +271,9 @@ class Reducer:
         self.check_finished()
         self.rebuild()
         self._divisor = None
-        assignment = replace(self.assignment, buckets=[bucket.shadow() for bucket in self.assignment.buckets])
+        index_lists = [bucket.indices for bucket in self.assignment.buckets]
+        zeros = self._reduced.whole_buckets(index_lists, self.options, adopt=False)
+        assignment = replace(self.assignment, buckets=zeros)
         current = self._new_pass(assignment, 1.0, in_join=True)
         with shadowed_pass():  # other ranks end theirs behind the report too
             current.launch_zeros(self.history.last_order)

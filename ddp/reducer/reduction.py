@@ -19,8 +19,9 @@ from zero_optim.flow.pending import Pending
 
 Hook = Callable[[Any, Any], Future[Tensor]]  # (state, bucket), PyTorch's contract
 
-# Starts the reduction of a bucket to the gradients: one tensor of the bucket's length, or a sparse one.
-Launch: TypeAlias = Callable[[ReducerBucket], Pending[Tensor]]
+# Starts the reduction of a bucket to the gradients: one tensor of the bucket's length, or a sparse one. The
+# bool: send the word of a failure, as Note [Two ways to tell of a failure] in `report` says.
+Launch: TypeAlias = Callable[[ReducerBucket, bool], Pending[Tensor]]
 
 
 class Launched(list[tuple[ReducerBucket, Pending[Tensor]]]):
@@ -87,11 +88,13 @@ class HookSlot:
         """Return the launch function: the comm hook, or a sum. It holds a weak reference."""
         reference, is_divided = weakref.ref(self), self.hook is not None and self.divisor() is not None
 
-        def launch(bucket: ReducerBucket) -> Pending[Tensor]:
-            slot = reference()
+        def launch(bucket: ReducerBucket, has_failed: bool) -> Pending[Tensor]:
+            slot, flat = reference(), bucket.storage.flat
             assert slot is not None  # see above
+            if has_failed:
+                flat[:1].fill_(float("nan"))
             if slot.hook is None:
-                return group.start_sum(bucket.flat, bucket.label)
+                return group.start_sum(flat, bucket.label)
             with slot.minding():
                 argument = GradBucket(bucket, all_used=all_used, is_divided=is_divided)
                 return slot._start(bucket, group, argument)
@@ -120,12 +123,13 @@ class HookSlot:
                     f"the future returned by the comm hook {name} holds {type(value).__name__}: "
                     "expected one tensor, shaped like bucket.buffer()"
                 )
-            if bucket.flat.is_complex() and not result.is_complex():  # they travel as pairs of real numbers
+            flat = bucket.storage.flat
+            if flat.is_complex() and not result.is_complex():  # they travel as pairs of real numbers
                 result = torch.view_as_complex(result.reshape(-1, 2))
-            if not bucket.is_sparse and result.numel() != bucket.flat.numel():
+            if not bucket.members.is_sparse and result.numel() != flat.numel():
                 raise ValueError(
                     f"the comm hook {name} returned {result.numel()} elements for a bucket of "
-                    f"{bucket.flat.numel()}: expected a tensor shaped like bucket.buffer()"
+                    f"{flat.numel()}: expected a tensor shaped like bucket.buffer()"
                 )
             return result
 

@@ -1,4 +1,4 @@
-"""Gradients that go to owners: who these are, and buckets with a row for each rank while gradients come.
+"""Gradients that go to owners: who these are, and rows for each of them while gradients come.
 
 Note [Rows of gradients]
     Reduced gradients are views of the owner's row. Each rank's row is laid out by itself, as gradients come:
@@ -22,7 +22,7 @@ Note [Gradients set by hand]
     of them to the result, once; other ranks drop them. If all ranks set the same, DDP gives the same.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from operator import add
@@ -31,10 +31,8 @@ import torch
 from torch import Tensor
 
 from zero_optim.compat import private, streams
-from zero_optim.ddp.reducer.assignment import ReducedParams, ReducerOptions
-from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
+from zero_optim.ddp.reducer.gradient_bucket import Members
 from zero_optim.flow.pending import AfterEvent
-from zero_optim.flow.schedule import Schedule
 from zero_optim.plan.layout import Extent, aligned, rows_apart
 from zero_optim.plan.pieces import Pieces, is_whole, piece_of, rows_of
 from zero_optim.plan.plan import alignment_of
@@ -110,97 +108,85 @@ class Owners:
         return gradient
 
 
-@dataclass(slots=True, eq=False)
-class _Filling:
-    earlier: dict[int, Tensor] = field(default_factory=dict)  # by slot, gradients of earlier passes
-    adds_at_once: bool = False
-    is_open: bool = False  # the pass has not ended: gradients that come are taken
-    taken: set[int] = field(default_factory=set)  # slots of the gradients that have come
-    flat: Tensor | None = None  # the rows, until they are on their way
-    made: AfterEvent | None = None
-    failed: bool = False  # word of a failure is to be sent
-    reduced: dict[int, Tensor] = field(default_factory=dict)  # by slot, summed rows of this rank
+class _Layout:
+    """Where the gradients of a bucket lie in the rows of all ranks: Note [Rows of gradients]."""
 
-
-class OwnerBucket(ReducerBucket):
-    """Gradients that go to their owners together. Does not communicate."""
-
-    def __init__(
-        self,
-        indices: Sequence[int],
-        reduced: ReducedParams,
-        options: ReducerOptions,
-        number: int = 0,
-        *,
-        is_last: bool,
-        schedule: Schedule,
-        owners: Owners,
-    ) -> None:
-        super().__init__(indices, reduced, options, number, is_last=is_last, schedule=schedule)
-        self._owners, params, carries_word = owners, self.params, is_last and not self.is_sparse
+    def __init__(self, members: Members, owners: Owners, *, carries_word: bool) -> None:
+        params, device = members.params, members.params[0].device
         self._forms = [(tuple(param.shape), dense_strides(param)) for param in params]
-        alignment = alignment_of(params[0].device, self.dtype)
-        pieces, numels = [owners.pieces[param] for param in params], [param.numel() for param in params]
-        rows = {row.owner: row for row in rows_apart(pieces, numels, alignment)}
+        self._numels = [param.numel() for param in params]
+        pieces = [owners.pieces[param] for param in params]
+        alignment = alignment_of(device, members.dtype)
+        rows = {row.owner: row for row in rows_apart(pieces, self._numels, alignment)}
         ends = [rows[rank].stop if rank in rows else 0 for rank in range(owners.size)]
         lengths = [aligned(end + carries_word, alignment) for end in ends]
-        self._mine = list(self._places_of(rows[owners.rank].extents if owners.rank in rows else ()))
-        self._slices = Slices(owners.rank, tuple(lengths))
-        self._has_gaps = sum(ends) > sum(numels)
-        # The word is behind each row's elements.
+        # Of this rank: slot, shape, strides and offset of each gradient in its row.
+        self.mine = list(self._places_of(rows[owners.rank].extents if owners.rank in rows else ()))
+        self.end = ends[owners.rank]  # of its elements, behind which is the word
+        self.slices = Slices(owners.rank, tuple(lengths))
+        self.has_gaps = sum(ends) > sum(self._numels)
         starts = list(accumulate(lengths, initial=0))
         words = torch.tensor(list(map(add, starts, ends)) if carries_word else [], device="cpu")
-        self._words = words.to(params[0].device) if carries_word else None
-        self.can_carry_failure_word = carries_word
-        self._end = ends[owners.rank]
+        self.words = words.to(device) if carries_word else None  # places in the flat tensor
         # By slot, where the elements are: the number of the place, and the extent in the flat tensor.
         self._cells: list[list[tuple[int, Extent]]] = [[] for _ in params]
         pairs = ((starts[row.owner], extent) for row in rows.values() for extent in row.extents)
         extents = (extent._replace(offset=start + extent.offset) for start, extent in pairs)
         for place, extent in enumerate(_joined(extents)):
             self._cells[extent.param].append((place, extent))
-        self._filling = _Filling()
 
     def _places_of(self, own: Iterable[Extent]) -> Iterator[tuple[int, Sequence[int], Sequence[int], int]]:
         for slot, start, stop, offset in own:
-            (shape, strides), numel = self._forms[slot], self.params[slot].numel()
+            (shape, strides), numel = self._forms[slot], self._numels[slot]
             if stop - start < numel:
                 shape = (shape[0] * (stop - start) // numel, *shape[1:])
             yield slot, shape, strides, offset
 
-    def _allocate(self, dtype: torch.dtype) -> Tensor:
-        """Rows are made in each pass."""
-        return self.params[0].new_empty(0, dtype=dtype, requires_grad=False)
+    def places(
+        self, flat: Tensor, slots: Sequence[int], gradient_of: Callable[[int], Tensor | None]
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield each place of some gradients in the rows, and what belongs there."""
+        for slot in slots:
+            gradient, cells = gradient_of(slot), self._cells[slot]
+            shape, strides = self._forms[slot]
+            if len(cells) == 1:
+                yield flat.as_strided(shape, strides, cells[0][1].offset), gradient
+                continue
+            whole = None if gradient is None else in_order_of_memory(gradient, strides)
+            for _, extent in cells:
+                part = None if whole is None else whole[extent.start : extent.stop]
+                yield flat[extent.offset : extent.end], part
 
-    def write_failure_word(self) -> None:
-        """Mark the rows to be sent as failed."""
-        self._filling.failed = True
+    def runs(self, flat: Tensor, slots: Sequence[int]) -> list[Tensor]:
+        """View some gradients in the rows, neighbours as one tensor: launches do not grow with the ranks."""
+        ends: dict[int, tuple[int, int]] = {}  # of runs: offsets, by the place behind
+        for place, extent in sorted(chain.from_iterable(map(self._cells.__getitem__, slots))):
+            start, _ = ends.pop(place, (extent.offset, 0))
+            ends[place + 1] = start, extent.end
+        return [flat[start:stop] for start, stop in ends.values()]
 
-    def begin(self, earlier: Mapping[int, Tensor], *, adds_at_once: bool) -> None:
-        """Begin a backward pass; ``earlier``: gradients of earlier ones, by slot. Note [Sums apart]."""
-        self._filling = _Filling(dict(earlier), adds_at_once, is_open=True)
 
-    def has_gradient(self, slot: int) -> bool:
-        """Whether a parameter got a gradient in this pass."""
-        return slot in self._filling.taken or self.params[slot].grad is not None
+class OwnerRows:
+    """Dense gradients, in new rows in each pass. Does not communicate."""
 
-    # ------------------------------------------------------------------ gradients come
+    as_views = False
+    views: Sequence[Tensor] = ()
 
-    def take_one(self, slot: int, divisor: float) -> None:
-        """Copy one gradient into the rows, divided, or zeros, and drop it."""
-        if self.is_sparse:
-            super().take_one(slot, divisor)
-        else:
-            self.take((slot,), divisor)
+    def __init__(self, members: Members, owners: Owners, *, carries_word: bool) -> None:
+        self._members, self._owners = members, owners
+        self._layout = _Layout(members, owners, carries_word=carries_word)
+        self.can_carry_failure_word = carries_word
+        self.flat = members.params[0].new_empty(0, dtype=members.dtype, requires_grad=False)
+        self._filling: tuple[Tensor, AfterEvent] | None = None  # the rows, until they are on their way
+        self._reduced: dict[int, Tensor] = {}  # by slot, summed rows of this rank
 
     def take(self, slots: Sequence[int], divisor: float) -> None:
         """Copy gradients into the rows, divided, or zeros where there is none, and drop them."""
-        if self.is_sparse or not slots:
-            super().take(slots, divisor)
+        if not slots:
             return
-        flat = self._filled(zeros=self._has_gaps)
+        flat = self._filled(zeros=self._layout.has_gaps)
         targets, sources = [], []
-        for target, source in self._places(flat, slots):
+        for target, source in self._layout.places(flat, slots, self._members.pop):
             if source is None:
                 target.zero_()
             else:
@@ -212,104 +198,61 @@ class OwnerBucket(ReducerBucket):
         elif targets:
             private.foreach_copy_(targets, sources)
             if divisor != 1:
-                self._multiply(flat, slots, 1 / divisor)
+                private.foreach_mul_(self._layout.runs(flat, slots), 1 / divisor)
 
     def _filled(self, *, zeros: bool) -> Tensor:
         """Return the rows of this pass, new ones as zeros if so; the current stream may write there."""
-        filling, like = self._filling, self.flat
-        if filling.flat is None or filling.made is None:
-            make = like.new_zeros if zeros else like.new_empty
-            filling.flat = make(self._slices.total)
-            filling.made = AfterEvent(like.device)
+        if self._filling is None:
+            make = self.flat.new_zeros if zeros else self.flat.new_empty
+            flat = make(self._layout.slices.total)
+            self._filling = flat, AfterEvent(flat.device)
         else:
-            filling.made.wait()
-        return filling.flat
+            flat, made = self._filling
+            made.wait()
+        return flat
 
-    def _places(self, flat: Tensor, slots: Sequence[int]) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield each place in the rows, and what belongs there; gradients leave their parameters."""
-        for slot in slots:
-            gradient, cells = self._take_gradient(slot), self._cells[slot]
-            shape, strides = self._forms[slot]
-            if len(cells) == 1:
-                yield flat.as_strided(shape, strides, cells[0][1].offset), gradient
-                continue
-            whole = None if gradient is None else in_order_of_memory(gradient, strides)
-            for _, extent in cells:
-                part = None if whole is None else whole[extent.start : extent.stop]
-                yield flat[extent.offset : extent.end], part
-
-    def _multiply(self, flat: Tensor, slots: Sequence[int], factor: float) -> None:
-        """Multiply gradients in the rows, neighbours as one tensor: launches do not grow with the ranks."""
-        ends: dict[int, tuple[int, int]] = {}  # of runs: offsets, by the place behind
-        for place, extent in sorted(chain.from_iterable(map(self._cells.__getitem__, slots))):
-            start, _ = ends.pop(place, (extent.offset, 0))
-            ends[place + 1] = start, extent.end
-        private.foreach_mul_([flat[start:stop] for start, stop in ends.values()], factor)
-
-    def _take_gradient(self, slot: int) -> Tensor | None:
-        if not self._filling.is_open:  # the pass broke off: what is there now is not of it
-            return None
-        grad = super()._take_gradient(slot)
-        self.params[slot].grad = None
-        if grad is not None:
-            self._filling.taken.add(slot)
-        return grad
-
-    # ------------------------------------------------------------------ gradients go
-
-    def rows(self) -> tuple[Tensor, Slices]:
+    def rows(self, *, has_failed: bool) -> tuple[Tensor, Slices]:
         """Return the rows to be sent, zeros if nothing was copied, with the word of a failure."""
-        flat = self._filled(zeros=True)
-        if self._words is not None:
-            flat.index_fill_(0, self._words, float("nan") if self._filling.failed else 0.0)
-        return flat, self._slices
+        flat, layout = self._filled(zeros=True), self._layout
+        if layout.words is not None:
+            flat.index_fill_(0, layout.words, float("nan") if has_failed else 0.0)
+        return flat, layout.slices
 
     def free(self) -> None:
-        """Let go of the rows, which are on their way."""
-        self._filling.flat = None
+        """Let go of the rows, which are on their way, and of sums that were not handed out."""
+        self._filling, self._reduced = None, {}
 
-    def take_over(self, total: Tensor) -> Tensor:
-        """Keep the sum of this rank's row; return the word of a failure, or nothing."""
-        filling, owners = self._filling, self._owners
+    def take_over(self, total: Tensor, *, adds: bool) -> Tensor:
+        """Keep the sum of this rank's row; return the word of a failure, or nothing.
+
+        ``adds``: to earlier gradients, at once, as Note [Sums apart] says.
+        """
+        owners, layout = self._owners, self._layout
         apart: list[int] = []
         sums: list[tuple[Tensor, torch.dtype]] = []
         first = int(total.storage_offset())
-        kept = owners.dtype_of(self.params[0])
-        for slot, shape, strides, offset in self._mine:
-            reduced, earlier = total.as_strided(shape, strides, first + offset), filling.earlier.get(slot)
-            if earlier is not None and filling.adds_at_once:
-                filling.earlier[slot] = owners.shown(self.params[slot], earlier, reduced)
+        kept = owners.dtype_of(self._members.params[0])
+        for slot, shape, strides, offset in layout.mine:
+            reduced = total.as_strided(shape, strides, first + offset)
+            earlier = self._members.earlier.get(slot)
+            if earlier is not None and adds:
+                self._members.put_aside(slot, owners.shown(self._members.params[slot], earlier, reduced))
                 continue
             apart.append(slot)  # where there is something to add it to, it is rounded once, when it is added
             sums.append((reduced, reduced.dtype if earlier is not None else kept))
         copies = owners.storage.copies(tensor.to(dtype) for tensor, dtype in sums)
-        filling.reduced.update(zip(apart, copies, strict=True))
-        word = total[self._end : self._end + 1]  # no view is returned: that would keep the rows
-        return self.flat if self._words is None else word.clone()
+        self._reduced.update(zip(apart, copies, strict=True))
+        word = total[layout.end : layout.end + 1]  # no view is returned: that would keep the rows
+        return self.flat if layout.words is None else word.clone()
 
-    def give(self, result: Tensor, skipped: Sequence[bool]) -> None:
+    def give(self, _: Tensor, skipped: Sequence[bool]) -> None:
         """Hand out reduced gradients on their owners, and partial gradients elsewhere."""
-        filling, self._filling = self._filling, _Filling()
-        streams.record_use(*filling.reduced.values())
-        for slot, (index, param) in enumerate(zip(self.indices, self.params, strict=True)):
-            earlier = filling.earlier.get(slot)
-            if skipped[index]:
-                param.grad = earlier
-            elif self.is_sparse:
-                param.grad = self._owners.shown_sparse(param, earlier, result)
-            else:
-                param.grad = self._owners.shown(param, earlier, filling.reduced.get(slot))
-
-    def give_back(self, *, drops: bool) -> None:
-        """Restore the gradients of earlier passes, unless this pass has ended."""
-        filling, self._filling = self._filling, _Filling()
-        for slot, param in enumerate(self.params if filling.is_open else ()):
-            if drops or slot in filling.earlier:
-                param.grad = filling.earlier.get(slot)
-        if drops:
-            self.pending = []
-        if self.is_sparse:
-            super().take_one(0, 1.0)  # no gradient
+        members, reduced, self._reduced = self._members, self._reduced, {}
+        earlier = members.end()
+        streams.record_use(*reduced.values())
+        for slot, (index, param) in enumerate(zip(members.indices, members.params, strict=True)):
+            before = earlier.get(slot)
+            param.grad = before if skipped[index] else self._owners.shown(param, before, reduced.get(slot))
 
 
 def _joined(extents: Iterable[Extent]) -> list[Extent]:
