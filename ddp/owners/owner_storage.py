@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.compat import private, streams
-from zero_optim.ddp.reducer.gradient_bucket import Members
+from zero_optim.ddp.reducer.gradient_storage import Members
 from zero_optim.flow.pending import AfterEvent
 from zero_optim.plan.layout import Extent, aligned, rows_apart
 from zero_optim.plan.pieces import Pieces, is_whole, piece_of, rows_of

@@ -18,13 +18,8 @@ from torch import Tensor
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import Timeout
 from zero_optim.compat.streams import HostCopy, to_device
-from zero_optim.ddp.reducer.gradient_bucket import (
-    FlatGradients,
-    GradientStorage,
-    Members,
-    ReducerBucket,
-    SparseGradients,
-)
+from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
+from zero_optim.ddp.reducer.gradient_storage import FlatGradients, GradientStorage, Members, SparseGradients
 from zero_optim.plan.partition import assign_buckets
 from zero_optim.plan.strides import dense_strides
 
