@@ -18,7 +18,7 @@ from zero_optim.comm.backends import TRANSPORTS
 from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.sending import gather_slices
 from zero_optim.plan.slices import Slices
-from zero_optim.shard.row_storage import RowStorage
+from zero_optim.shard.rows.row_storage import RowStorage
 
 pytestmark = pytest.mark.on_sockets("rows go in one message there")
 SHAPES = {"one owner": [(40, 7)], "cut": [(64, 1024)], "ragged": [(33, 3), (5,), (129, 7), (64,), (7, 9, 2)]}

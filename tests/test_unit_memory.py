@@ -11,7 +11,7 @@ from fully import Block, Tower, fully, loss_of, train
 from pool import on_ranks
 from process_memory import anonymous_nbytes
 from zero_optim.ddp import unsharded
-from zero_optim.shard.unit_memory import UnitMemory
+from zero_optim.shard.rows.unit_memory import UnitMemory
 
 CPU = torch.device("cpu")
 MIB = 2**20

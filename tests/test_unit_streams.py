@@ -6,8 +6,8 @@ from fake_streams import FakeStream, fake_streams
 from zero_optim.flow.pending import Pending
 from zero_optim.plan.layout import whole
 from zero_optim.shard.bucket import Members
-from zero_optim.shard.row_values import RowValues
-from zero_optim.shard.unit_memory import UnitMemory
+from zero_optim.shard.rows.row_values import RowValues
+from zero_optim.shard.rows.unit_memory import UnitMemory
 
 
 def test_a_stream_waits_for_a_unit_that_another_stream_has_waited_for() -> None:

@@ -57,7 +57,7 @@ from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.gathers import UnitGathers
 from zero_optim.shard.registration import Registration, is_registered
-from zero_optim.shard.row_storage import storage_for
+from zero_optim.shard.rows.row_storage import storage_for
 from zero_optim.shard.store import Store
 from zero_optim.state.rebinding import shard_parameters
 

@@ -24,7 +24,7 @@ from zero_optim.ddp.full.choice import UnitChoice
 from zero_optim.plan.strides import STRIDES_WHEN_WHOLE, dense_strides, kept_dtype
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.places import shown_when_freed
-from zero_optim.shard.row_values import RowValues
+from zero_optim.shard.rows.row_values import RowValues
 
 Init = Callable[[nn.Module], object]
 

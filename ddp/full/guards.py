@@ -26,7 +26,7 @@ from zero_optim.compat import private
 from zero_optim.compat.autograd import eager
 from zero_optim.plan.groups import names_text
 from zero_optim.plan.strides import kept_dtype
-from zero_optim.shard.row_values import Uncopied
+from zero_optim.shard.rows.row_values import Uncopied
 
 Function = Callable[[Tensor], Tensor]
 _SHAPES = ((1,), (1, 2, 2, 2), (1, 2, 2, 2, 2))  # memory formats are of 4 and 5 dimensions

@@ -37,7 +37,7 @@ from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.gathers import UnitGathers
 from zero_optim.shard.module_calls import Call, ModuleCalls
-from zero_optim.shard.row_values import RowValues, Uncopied, WideValues, wide_bucket
+from zero_optim.shard.rows.row_values import RowValues, Uncopied, WideValues, wide_bucket
 
 
 class UnitsInUse(ModuleCalls, Uncopied):

@@ -11,7 +11,7 @@ from zero_optim.comm.agreement import agree, failing_together, raise_together
 from zero_optim.ddp.full.in_use import UnitsInUse, units_of
 from zero_optim.errors import StateMismatchError
 from zero_optim.shard.registration import is_registered
-from zero_optim.shard.row_values import left_freed
+from zero_optim.shard.rows.row_values import left_freed
 
 
 def units_in(module: object, hint: str) -> UnitsInUse:

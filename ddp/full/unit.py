@@ -18,7 +18,7 @@ from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.gathers import UnitGathers
 from zero_optim.shard.module_calls import Call
-from zero_optim.shard.row_values import RowValues
+from zero_optim.shard.rows.row_values import RowValues
 from zero_optim.shard.task import Task
 
 OUTERMOST = "the outermost unit"

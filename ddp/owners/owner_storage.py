@@ -38,7 +38,7 @@ from zero_optim.plan.pieces import Pieces, is_whole, piece_of, rows_of
 from zero_optim.plan.plan import alignment_of
 from zero_optim.plan.slices import Slices
 from zero_optim.plan.strides import dense_strides, in_order_of_memory
-from zero_optim.shard.row_storage import RowStorage
+from zero_optim.shard.rows.row_storage import RowStorage
 from zero_optim.step.partial import Agree, PartialGradient, owned
 
 

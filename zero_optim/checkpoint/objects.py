@@ -23,7 +23,7 @@ from zero_optim.optimizer import ZeroRedundancyOptimizer
 from zero_optim.plan.pieces import Pieces
 from zero_optim.plan.strides import contiguous_strides
 from zero_optim.shard.places import is_freed, shown_when_freed
-from zero_optim.shard.row_values import KeptRows, left_freed
+from zero_optim.shard.rows.row_values import KeptRows, left_freed
 
 
 @dataclass(frozen=True, slots=True, eq=False)

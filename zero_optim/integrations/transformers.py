@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from zero_optim.ddp.full.in_use import units_of
 from zero_optim.integrations.stages import check_stage, consolidate, inner, whole_state, wrapped
 from zero_optim.optimizer import ZeroRedundancyOptimizer
-from zero_optim.shard.row_values import left_freed
+from zero_optim.shard.rows.row_values import left_freed
 
 
 class ConsolidatesBeforeSaves(TrainerCallback):

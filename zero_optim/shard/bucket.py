@@ -1,7 +1,7 @@
 """A bucket of parameters: its members, where their values lie, and its row of the schedule. No communication.
 
 There is one class of buckets. They differ in their ``values``, which have no common ancestor: those whole on
-every rank in `zero_optim.shard.whole_values`, those of units in `zero_optim.shard.row_values`, those of
+every rank in `zero_optim.shard.whole_values`, those of units in `zero_optim.shard.rows.row_values`, those of
 DTensors in `zero_optim.dtensor.held_values`.
 """
 

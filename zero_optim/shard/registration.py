@@ -18,7 +18,7 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.gathers import start_gather
-from zero_optim.shard.row_values import RowValues, wide_bucket
+from zero_optim.shard.rows.row_values import RowValues, wide_bucket
 from zero_optim.shard.store import Store
 
 _NAME = "_zero_optim_claim"  # of the attribute

@@ -27,7 +27,7 @@ from zero_optim.probe.traits import ELSEWHERE
 from zero_optim.shard.bucket import Bucket, Values
 from zero_optim.shard.order import Alike
 from zero_optim.shard.places import is_freed
-from zero_optim.shard.row_values import RowValues
+from zero_optim.shard.rows.row_values import RowValues
 from zero_optim.shard.store import BucketMaker, Store
 
 # Advice for a difference in options, by the first word of the differing item.

@@ -12,8 +12,8 @@ from zero_optim.plan.layout import Layout
 from zero_optim.plan.plan import Plan
 from zero_optim.plan.slices import Slices
 from zero_optim.shard.bucket import Bucket, Members, Values
-from zero_optim.shard.row_storage import RowStorage
-from zero_optim.shard.row_values import RowValues
+from zero_optim.shard.rows.row_storage import RowStorage
+from zero_optim.shard.rows.row_values import RowValues
 from zero_optim.shard.whole_values import shared_params, whole_values
 
 

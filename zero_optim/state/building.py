@@ -16,7 +16,7 @@ from zero_optim.plan.plan import Plan, describe_owners, describe_params
 from zero_optim.shard.engine import Engine
 from zero_optim.shard.lazy import LazyGather, check_reader
 from zero_optim.shard.registration import registration_in, registration_of
-from zero_optim.shard.row_storage import HostStorage
+from zero_optim.shard.rows.row_storage import HostStorage
 from zero_optim.shard.sharding import Sharding
 from zero_optim.state.core import Core
 from zero_optim.state.options import GroupOptions, GroupReader, Params, PlanInputs, ShardingOptions

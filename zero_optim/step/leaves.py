@@ -29,8 +29,8 @@ from zero_optim.plan.strides import kept_dtype
 from zero_optim.probe.cut_rows import CutRows
 from zero_optim.shard.bucket import Bucket
 from zero_optim.shard.places import is_freed, shown_when_freed
-from zero_optim.shard.row_storage import HostStorage
-from zero_optim.shard.row_values import RowValues
+from zero_optim.shard.rows.row_storage import HostStorage
+from zero_optim.shard.rows.row_values import RowValues
 from zero_optim.step.partial import PartialGradient, is_on_host
 
 MASTER = "zero_optim.master"  # no class has an entry of that name

@@ -27,10 +27,10 @@ from zero_optim.compat.streams import record_use
 from zero_optim.flow.pending import Pending
 from zero_optim.plan.strides import DTYPE_AS_KEPT, STRIDES_WHEN_WHOLE
 from zero_optim.shard.bucket import Bucket, Members
-from zero_optim.shard.own_row import OwnRow
 from zero_optim.shard.places import FreedParams
-from zero_optim.shard.row_storage import RowStorage
-from zero_optim.shard.unit_memory import UnitMemory
+from zero_optim.shard.rows.own_row import OwnRow
+from zero_optim.shard.rows.row_storage import RowStorage
+from zero_optim.shard.rows.unit_memory import UnitMemory
 
 _WRITE = (
     "a parameter of {name} was written to, or got other memory, while its values were not on this rank, so "

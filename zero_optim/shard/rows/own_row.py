@@ -9,8 +9,8 @@ from zero_optim.plan.pieces import is_whole
 from zero_optim.plan.strides import kept_dtype
 from zero_optim.shard.bucket import Members
 from zero_optim.shard.places import zero_padding
-from zero_optim.shard.row_storage import RowStorage
-from zero_optim.shard.unit_memory import UnitMemory
+from zero_optim.shard.rows.row_storage import RowStorage
+from zero_optim.shard.rows.unit_memory import UnitMemory
 
 
 class OwnRow:

@@ -1,0 +1,1 @@
+"""Rows that their owner keeps, of parameters that are freed between uses."""
