@@ -219,8 +219,8 @@ class OwnerRows:
         return flat, layout.slices
 
     def free(self) -> None:
-        """Let go of the rows, which are on their way, and of sums that were not handed out."""
-        self._filling, self._reduced = None, {}
+        """Let go of the rows, which are on their way."""
+        self._filling = None
 
     def take_over(self, total: Tensor, *, adds: bool) -> Tensor:
         """Keep the sum of this rank's row; return the word of a failure, or nothing.
@@ -241,7 +241,7 @@ class OwnerRows:
             apart.append(slot)  # where there is something to add it to, it is rounded once, when it is added
             sums.append((reduced, reduced.dtype if earlier is not None else kept))
         copies = owners.storage.copies(tensor.to(dtype) for tensor, dtype in sums)
-        self._reduced.update(zip(apart, copies, strict=True))
+        self._reduced = dict(zip(apart, copies, strict=True))  # without those of a pass that broke off
         word = total[layout.end : layout.end + 1]  # no view is returned: that would keep the rows
         return self.flat if layout.words is None else word.clone()
 
