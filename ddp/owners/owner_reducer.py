@@ -17,7 +17,7 @@ from zero_optim.ddp.owners.replica_check import ReplicaCheck
 from zero_optim.ddp.reducer.assignment import BucketAssignment, ReducerOptions
 from zero_optim.ddp.reducer.backward_pass import BackwardPass
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
-from zero_optim.ddp.reducer.gradient_storage import GradientStorage, Members, SparseGradients
+from zero_optim.ddp.reducer.gradient_storage import GradientStorage, BucketGradients, SparseGradients
 from zero_optim.ddp.reducer.graph import accumulates
 from zero_optim.ddp.reducer.inbox import Ties, weakly
 from zero_optim.ddp.reducer.reducer import Reducer
@@ -95,7 +95,7 @@ class OwnerReducer(Reducer):
         self._rows: dict[int, OwnerRows] = {}  # of dense gradients, by the bucket's number
         buckets = list[ReducerBucket]()
         for number, indices in enumerate(index_lists):
-            members = Members(sorted(indices, reverse=True), reduced, self.options)
+            members = BucketGradients(sorted(indices, reverse=True), reduced, self.options)
             is_last = number == len(index_lists) - 1
             if members.is_sparse:
                 storage: GradientStorage = SparseGradients(members, members.pop, owners.shown_sparse)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from zero_optim.compat import private, streams
-from zero_optim.ddp.reducer.gradient_storage import Members
+from zero_optim.ddp.reducer.gradient_storage import BucketGradients
 from zero_optim.flow.pending import AfterEvent
 from zero_optim.plan.layout import Extent, aligned, rows_apart
 from zero_optim.plan.pieces import Pieces, is_whole, piece_of, rows_of
@@ -111,7 +111,7 @@ class Owners:
 class _Layout:
     """Where the gradients of a bucket lie in the rows of all ranks: Note [Rows of gradients]."""
 
-    def __init__(self, members: Members, owners: Owners, *, carries_word: bool) -> None:
+    def __init__(self, members: BucketGradients, owners: Owners, *, carries_word: bool) -> None:
         params, device = members.params, members.params[0].device
         self._forms = [(tuple(param.shape), dense_strides(param)) for param in params]
         self._numels = [param.numel() for param in params]
@@ -172,7 +172,7 @@ class OwnerRows:
     as_views = False
     views: Sequence[Tensor] = ()
 
-    def __init__(self, members: Members, owners: Owners, *, carries_word: bool) -> None:
+    def __init__(self, members: BucketGradients, owners: Owners, *, carries_word: bool) -> None:
         self._members, self._owners = members, owners
         self._layout = _Layout(members, owners, carries_word=carries_word)
         self.can_carry_failure_word = carries_word

@@ -19,7 +19,12 @@ from zero_optim.comm.collectives import RankGroup
 from zero_optim.comm.traffic import Timeout
 from zero_optim.compat.streams import HostCopy, to_device
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
-from zero_optim.ddp.reducer.gradient_storage import FlatGradients, GradientStorage, Members, SparseGradients
+from zero_optim.ddp.reducer.gradient_storage import (
+    FlatGradients,
+    GradientStorage,
+    BucketGradients,
+    SparseGradients,
+)
 from zero_optim.plan.partition import assign_buckets
 from zero_optim.plan.strides import dense_strides
 
@@ -89,7 +94,7 @@ class ReducedParams:
         buckets = list[ReducerBucket]()
         as_views, batched = options.gradient_as_bucket_view, options.batched_grad_copy
         for number, indices in enumerate(index_lists):
-            members = Members(indices, self, options)
+            members = BucketGradients(indices, self, options)
             if members.is_sparse:
                 storage: GradientStorage = SparseGradients(members, members.gradient, _sum_of)
             else:

@@ -132,7 +132,7 @@ class BackwardPass(Task):
         self.give_back(drops=True)  # before the user looks, or calls zero_grad()
 
     def give_back(self, *, drops: bool) -> None:
-        """See `Members.give_back`; ``drops`` what storages have too."""
+        """See `BucketGradients.give_back`; ``drops`` what storages have too."""
         for bucket in self._assignment.buckets:
             bucket.members.give_back(drops=drops)
             if drops:

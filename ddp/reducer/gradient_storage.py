@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _grad_of = attrgetter("grad")  # of many, faster than in a comprehension
 
 
-class Members:
+class BucketGradients:
     """The parameters of a bucket, each in a slot, and their gradients as autograd leaves them.
 
     Where gradients go to owners, `begin` puts those of earlier passes aside, and new ones leave by `pop`.
@@ -113,7 +113,7 @@ class GradientStorage(Protocol):
 class FlatGradients:
     """Dense gradients in one flat tensor, whole on every rank."""
 
-    def __init__(self, members: Members, *, as_views: bool, adopt: bool, divides: bool) -> None:
+    def __init__(self, members: BucketGradients, *, as_views: bool, adopt: bool, divides: bool) -> None:
         self._members, params = members, members.params
         self._divides = divides  # neighbours, which are multiplied by the inverse otherwise
         self.as_views = as_views and members.dtype == params[0].dtype
@@ -218,8 +218,8 @@ class SparseGradients:
 
     def __init__(
         self,
-        members: Members,
-        gradient_of: Callable[[int], Tensor | None],  # `Members.gradient` or `Members.pop`
+        members: BucketGradients,
+        gradient_of: Callable[[int], Tensor | None],  # `BucketGradients.gradient` or `BucketGradients.pop`
         shown: Callable[[Tensor, Tensor | None, Tensor], Tensor],  # of parameter, earlier gradient and sum
     ) -> None:
         self._members, self._gradient_of, self._shown = members, gradient_of, shown
