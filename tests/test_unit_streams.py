@@ -5,7 +5,7 @@ import torch
 from fake_streams import FakeStream, fake_streams
 from zero_optim.flow.pending import Pending
 from zero_optim.plan.layout import whole
-from zero_optim.shard.bucket import BucketGradients
+from zero_optim.shard.bucket import Members
 from zero_optim.shard.rows.row_values import RowValues
 from zero_optim.shard.rows.unit_memory import UnitMemory
 
@@ -13,7 +13,7 @@ from zero_optim.shard.rows.unit_memory import UnitMemory
 def test_a_stream_waits_for_a_unit_that_another_stream_has_waited_for() -> None:
     with fake_streams() as streams:
         params = [torch.ones(4), torch.ones(4)]
-        values = RowValues(BucketGradients(params, whole([4, 4], [0, 1]), 0))
+        values = RowValues(Members(params, whole([4, 4], [0, 1]), 0))
         for param in params:
             values.take_in(param)
         flat, _ = values.fill()

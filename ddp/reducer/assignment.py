@@ -20,9 +20,9 @@ from zero_optim.comm.traffic import Timeout
 from zero_optim.compat.streams import HostCopy, to_device
 from zero_optim.ddp.reducer.gradient_bucket import ReducerBucket
 from zero_optim.ddp.reducer.gradient_storage import (
+    BucketGradients,
     FlatGradients,
     GradientStorage,
-    BucketGradients,
     SparseGradients,
 )
 from zero_optim.plan.partition import assign_buckets

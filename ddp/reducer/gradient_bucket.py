@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from zero_optim.compat import streams
-from zero_optim.ddp.reducer.gradient_storage import GradientStorage, BucketGradients
+from zero_optim.ddp.reducer.gradient_storage import BucketGradients, GradientStorage
 from zero_optim.flow.schedule import ZERO1, Schedule
 from zero_optim.plan.groups import bucket_text
 from zero_optim.plan.strides import consecutive_views
