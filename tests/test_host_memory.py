@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
@@ -49,6 +50,15 @@ def rows_of(rank: int, size: int, dtype: torch.dtype = torch.float32) -> list[Te
     generator = torch.Generator().manual_seed(rank)
     lengths = [(1000, 0, 70_000, 1, 33)[number % 5] for number in range(size)]
     return [torch.randn(length, generator=generator).to(dtype) for length in lengths]
+
+
+def test_a_call_that_was_waited_for_keeps_no_tensor() -> None:
+    """Also where another thread has moved its last byte, and was not yet told to let go."""
+    kept = torch.ones(3)
+    held, work = ref(kept), channel.HostWork(mock.Mock(), 0, [kept])
+    del kept
+    work.wait()
+    assert held() is None
 
 
 # ---------------------------------------------------------------------- bits

@@ -91,6 +91,7 @@ class HostWork:
             self._memory.wait(self, math.inf if timeout is None else timeout.total_seconds())
             if (failure := self.exception()) is not None:
                 raise failure
+        self._kept = None  # the thread that moved the last byte may not have come to `end`
         return True
 
     def is_completed(self) -> bool:
