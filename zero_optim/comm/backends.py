@@ -2,9 +2,10 @@
 
 Note [A new transport]
     `Transport` answers every question about a backend for one device type, as NCCL and unknown backends do. A
-    new one is a subclass, with its name in `TRANSPORTS`. Names are also compared at the end of this module,
-    in `comm.hosts`, `checkpoint.saving`, `compat.autograd`, `estimate` and `run`. Collectives that start in
-    another way get a branch in `collectives` or `sending`.
+    new one is a subclass, with its name in `TRANSPORTS`. Texts of its errors belong beside those of others in
+    this module. Names are also asked for in `comm.hosts` (a lane on gloo), `checkpoint.saving` (likewise),
+    `compat.autograd` (whether NCCL is in a name), `estimate` (gloo on the CPU, else NCCL) and `run` (a GPU
+    for each rank of NCCL). Collectives that start in another way get a branch in `collectives` or `sending`.
 
 Note [Devices of a group]
     A group's name does not tell its backends: "undefined" after a plain ``init_process_group()`` is NCCL on a

@@ -16,7 +16,12 @@ NEEDS_SECOND_ORDER = "its step() needs second-order gradients, of backward(creat
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a class with its options tolerates, bit for bit: texts are reasons against it."""
+    """What a class with its options tolerates, bit for bit: texts are reasons against it.
+
+    A new one is a field that allows by default, a trial in `zero_optim.probe.probe` that sets it, a bool in
+    `answers` and `combined` if processors may differ, and who asks: `BuiltOptimizer` refuses a class,
+    `LocalOptimizer` steps accordingly, `explain` shows it.
+    """
 
     coupling: str | None = None  # why parameters cannot be stepped by separate optimizers
     in_half: str | None = None  # the same of parameters in half precision

@@ -1,7 +1,10 @@
 """Gathers: the owners send their rows of each bucket to all ranks, by broadcasts or equal slices.
 
-Here one is started; `zero_optim.shard.engine` decides when. Functions that take a group or lanes
-communicate; all ranks call them in the same order of buckets.
+Here one is started; `zero_optim.shard.engine` decides when. Who calls `start_gather`: the tasks of ``step()``
+(`zero_optim.iteration.tasks`), of parts in the backward pass (`zero_optim.iteration.overlap`) and of units,
+before a module is called or computes gradients (`zero_optim.ddp.full.unit`). Functions that take a group or
+lanes communicate; all ranks call them in the same order of buckets. An owner is the root of a broadcast;
+where `Transport.sends_slices`, a rank sends its slice of the bucket, which may hold rows of others.
 
 Note [A lane an owner]
     A gloo group runs operations in order, few at a time, so several owners' broadcasts are often half duplex.

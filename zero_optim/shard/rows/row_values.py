@@ -5,7 +5,9 @@ No communication. Units run the row `ZERO3` of the schedule.
 Note [Freed in place]
     Autograd saves a parameter as the tensor object, but its view (``weight.t()``) by the storage. New
     ``data`` would keep the old storage until the backward pass ends, without the second gather's values. So
-    one storage stays, and its memory comes and goes. PyTorch does not check reads of an emptied storage. So a
+    one storage stays, and its memory comes and goes: `UnitMemory.grow` resizes it in `fill`, and
+    `UnitMemory.free` empties it in `free`, behind the current stream. A row that is all of the bucket
+    (`OwnRow.is_flat`) is that storage, and stays. PyTorch does not check reads of an emptied storage. So a
     freed parameter shows one expanded NaN (zero for dtypes without), and a write in place raises. While
     parameters are freed a user's view has no memory: operators raise or read address 0.
 
