@@ -243,10 +243,9 @@ class Iteration:
         with core.group.doing("clip_grad_norm_()"):
             params, owners, slots = core.params, core.sharding.pieces, self._norm_slots
             if slots is None or not slots.are_of(params, owners):
-                # Those that others keep are in chunks of the dimension that is cut.
-                held = {param: chunks.pieces for param, chunks in core.inputs.held.items()}
-                slots = NormSlots(params, owners, held, core.group.rank, core.group.size)
-                self._norm_slots = slots
+                held = core.inputs.held  # these in chunks of the dimension that is cut
+                pieces = [held[param].pieces if param in held else owners[param] for param in params]
+                self._norm_slots = slots = NormSlots(params, owners, pieces, core.group)
             return clip_together(core.group, params, slots, arguments)
 
     def join_hook(self) -> JoinHook:

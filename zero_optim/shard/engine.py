@@ -20,9 +20,9 @@ Note [Failures in a step]
     A rank whose step raises gathers all the same, its row as the step left it, and its stamp tells the
     others, which have stepped. It raises its own error at the end of `Engine.on`. On the CPU the others raise
     as the gathers end, with that rank's number and message: a `RemoteRankError`, or an error of the same
-    class if that is a usual one. On an accelerator, or with lazy gathers, they raise in a later call. At ZeRO-3,
-    where a step gathers nothing, see Note [Stamps of units] in `zero_optim.health.unit_stamps`; where FSDP2
-    keeps rows that are stepped in place, the watchdog tells.
+    class if that is a usual one. On an accelerator, or with lazy gathers, they raise in a later call. At
+    ZeRO-3, where a step gathers nothing, see Note [Stamps of units] in `zero_optim.health.unit_stamps`; where
+    FSDP2 keeps rows that are stepped in place, the watchdog tells.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence

@@ -75,22 +75,17 @@ def _number(name: str, value: object) -> float:
 
 
 class NormSlots:
-    """The places of norms in a gather: a slot for each parameter of a rank, as many on every rank.
-
-    ``owners``: of all parameters; ``held``: the pieces of those among ``params`` whose rows others keep.
-    """
+    """The places of norms in a gather: a slot for each parameter of a rank, as many on every rank."""
 
     def __init__(
         self,
         params: Sequence[Tensor],
-        owners: Mapping[Tensor, Pieces],
-        held: Mapping[Tensor, Pieces],
-        rank: int,
-        size: int,
+        owners: Mapping[Tensor, Pieces],  # from which the pieces are, but for parameters that others keep
+        pieces: Sequence[Pieces],
+        group: RankGroup,
     ) -> None:
         self._of = owners, list(params)
-        pieces = [held[param] if param in held else owners[param] for param in params]
-        owned: list[list[int]] = [[] for _ in range(size)]  # by rank, parameters by index
+        owned: list[list[int]] = [[] for _ in range(group.size)]  # by rank, parameters by index
         for index, of_param in enumerate(pieces):
             for piece in of_param:
                 owned[piece.owner].append(index)
@@ -98,16 +93,14 @@ class NormSlots:
         # What a rank sends, in doubles: norms, at least one filler, and what is known of the slots.
         self.width = self.num + 1 - (_HEADING_NBYTES + self.num) // -_DOUBLE.size
         # With whether this rank is the parameter's first owner.
-        self.own = [(index, pieces[index][0].owner == rank) for index in owned[rank]]
+        self.own = [(index, pieces[index][0].owner == group.rank) for index in owned[group.rank]]
         self._owned = owned
         self._known: tuple[Sequence[bytes], list[int], Tensor] | None = None
 
     def are_of(self, params: Sequence[Tensor], owners: Mapping[Tensor, Pieces]) -> bool:
         """Whether these are the slots of such parameters, with the same owners."""
-        same_owners, same_params = self._of
-        return (
-            owners is same_owners and len(params) == len(same_params) and all(map(is_, params, same_params))
-        )
+        known, members = self._of
+        return owners is known and len(params) == len(members) and all(map(is_, params, members))
 
     def of_present(self, present: Sequence[bytes]) -> tuple[list[int], Tensor]:
         """Return the parameters with a gradient, and for each as many places among what all ranks send.
