@@ -1,5 +1,7 @@
 """State of a model that FSDP2 shards: DTensors that DCP saves, reshards and loads, with equal bits."""
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp2 import CLASSES, Tower, assert_equal, built, pair, shard, train_beside, whole
 from pool import Ranks, on_ranks
@@ -150,6 +153,26 @@ def test_checkpoints_load_on_another_number_of_ranks_and_ours_without_fsdp2(
     ranks3.run(loads, tmp_path, name, way)
     if way == "ours":
         ranks2.run(loads, tmp_path, name, way, False)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
+def test_copies_step_as_the_original_does(name: str) -> None:
+    mesh, (optimizer_class, options) = init_device_mesh("cpu", (2,)), CLASSES[name]
+    torch.manual_seed(0)
+    params = [nn.Parameter(distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)])) for _ in range(3)]
+    optimizer = ZeroRedundancyOptimizer(params, optimizer_class, **options)
+    copies: list[Any] = [(params, optimizer)]
+    for number in range(3):
+        for members, stepped in copies:
+            for param in members:
+                param.grad = torch.full_like(param, 0.5 + number)
+            stepped.step()
+        if not number:
+            copies += copy.deepcopy(copies[0]), pickle.loads(pickle.dumps(copies[0]))
+    expected, *others = [[param.to_local() for param in members] for members, _ in copies]
+    for other in others:
+        assert all(map(torch.equal, other, expected))
 
 
 @on_ranks(2)

@@ -161,6 +161,24 @@ def test_copies_train_on_by_themselves(view: bool) -> None:
     other.add_param_group({"params": make_params(((2, 2),))})
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("view", [True, False], ids=["view", "packed"])
+def test_copies_of_a_model_that_was_converted_have_its_dtype_and_train(view: bool) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, lr=0.1, parameters_as_bucket_view=view
+    )
+    model.double()
+    expected = [param.detach().clone() for param in model.parameters()]
+    pair = model, optimizer
+    for other, stepped in (copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))):
+        assert_same_bits(list(other.parameters()), expected)
+        for param in other.parameters():
+            param.grad = torch.ones_like(param)
+        stepped.step()
+        assert_same_bits(list(other.parameters()), [param - 0.1 for param in expected])
+
+
 @pytest.mark.slow
 @on_ranks(2, timeout=400)
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # dynamo's own imports

@@ -21,6 +21,7 @@ from pool import Pool, on_ranks
 from waiting import wait_until
 from zero_optim import ZeroRedundancyOptimizer
 from zero_optim.ddp import ShardedDataParallel
+from zero_optim.errors import ReductionError
 
 WIDTH, NUM_LAYERS = 128, 24
 LAYER_NBYTES = WIDTH * WIDTH * 4  # above what is copied in batches
@@ -116,6 +117,22 @@ def test_a_rank_holds_its_own_gradients_two_buckets_and_one_gradient(
     pool: Pool, size: int, num_passes: int, defers: bool, whole: bool
 ) -> None:
     pool.run(size, holds_little, num_passes, defers, whole)
+
+
+@on_ranks(2)
+def test_behind_a_pass_that_failed_no_gradient_is_kept() -> None:
+    model = layers()
+    unused = nn.Parameter(torch.ones(3))
+    model.register_parameter("unused", unused)
+    wrapped = ShardedDataParallel(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
+    loss = wrapped(torch.ones(1, WIDTH)).square().mean()
+    with LivingStorages(model.parameters()) as living:
+        with pytest.raises(ReductionError, match="no gradient for unused"):
+            loss.backward()
+        assert living.peak > LAYER_NBYTES
+        wrapped.zero_grad()
+        del loss
+        assert living.count() < LAYER_NBYTES
 
 
 CUT_NBYTES = (256 * 256 + 16) * 4  # of one cut parameter; its rows are not even, nor is it a power of two

@@ -135,6 +135,8 @@ class UnitTask(Task):
                 bucket.values.forget()
             self._gathers.abandon()
             self.free(buckets)
+        elif self._purpose is Purpose.AS_KEPT:
+            self.free(buckets)  # copies in the owners' dtype, which gathers and values would keep alive
 
     def start_awaited(self, bucket: Bucket[Any], at_once: int) -> None:
         """Start a gather, which the values keep: each stream that reads them waits for it."""

@@ -178,7 +178,6 @@ class OwnerRows:
         self.can_carry_failure_word = carries_word
         self.flat = members.params[0].new_empty(0, dtype=members.dtype, requires_grad=False)
         self._filling: tuple[Tensor, AfterEvent] | None = None  # the rows, until they are on their way
-        self._reduced: dict[int, Tensor] = {}  # by slot, summed rows of this rank
 
     def take(self, slots: Sequence[int], divisor: float) -> None:
         """Copy gradients into the rows, divided, or zeros where there is none, and drop them."""
@@ -236,19 +235,19 @@ class OwnerRows:
             reduced = total.as_strided(shape, strides, first + offset)
             earlier = self._members.earlier.get(slot)
             if earlier is not None and adds:
-                self._members.put_aside(slot, owners.shown(self._members.params[slot], earlier, reduced))
+                self._members.earlier[slot] = owners.shown(self._members.params[slot], earlier, reduced)
                 continue
             apart.append(slot)  # where there is something to add it to, it is rounded once, when it is added
             sums.append((reduced, reduced.dtype if earlier is not None else kept))
         copies = owners.storage.copies(tensor.to(dtype) for tensor, dtype in sums)
-        self._reduced = dict(zip(apart, copies, strict=True))  # without those of a pass that broke off
+        self._members.keep_reduced(zip(apart, copies, strict=True))
         word = total[layout.end : layout.end + 1]  # no view is returned: that would keep the rows
         return self.flat if layout.words is None else word.clone()
 
     def give(self, _: Tensor, skipped: Sequence[bool]) -> None:
         """Hand out reduced gradients on their owners, and partial gradients elsewhere."""
-        members, reduced, self._reduced = self._members, self._reduced, {}
-        earlier = members.end()
+        members = self._members
+        earlier, reduced = members.end()
         streams.record_use(*reduced.values())
         for slot, (index, param) in enumerate(zip(members.indices, members.params, strict=True)):
             before = earlier.get(slot)

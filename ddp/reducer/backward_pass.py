@@ -132,10 +132,9 @@ class BackwardPass(Task):
         self.give_back(drops=True)  # before the user looks, or calls zero_grad()
 
     def give_back(self, *, drops: bool) -> None:
-        """See `BucketGradients.give_back`; ``drops`` what storages have too."""
+        """See `BucketGradients.give_back`."""
         for bucket in self._assignment.buckets:
-            bucket.members.give_back(drops=drops)
-            if drops:
+            if bucket.members.give_back(drops=drops):
                 bucket.storage.free()
 
     # ------------------------------------------------------------------ gradients come

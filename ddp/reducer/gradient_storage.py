@@ -1,6 +1,6 @@
 """Storages of gradients: where those of a bucket lie while they come, and what is handed out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,6 +29,7 @@ class BucketGradients:
         self.is_sparse = reduced.is_sparse(indices[0])  # a sparse gradient is alone
         self.dtype = options.dtype_of(params[0]) or params[0].dtype  # of what is summed
         self.earlier: dict[int, Tensor] = {}  # by slot, gradients that were put aside
+        self.reduced: dict[int, Tensor] = {}  # by slot, sums for this rank, until they are handed out
         self._misfits: list[int] = []
         self._taken: set[int] = set()  # slots of gradients that left
         self._is_open = False  # gradients leave: they are of the pass that was begun
@@ -52,41 +53,39 @@ class BucketGradients:
 
     def begin(self, unreduced: Sequence[bool]) -> None:
         """Begin a pass: put gradients aside, or autograd adds to them; not ``unreduced`` ones, by index."""
-        self.earlier, self._taken, self._is_open = {}, set(), True
+        self.end()
+        self._is_open = True
         for slot, (index, param) in enumerate(zip(self.indices, self.params, strict=True)):
             if param.grad is not None and not unreduced[index]:
                 self.earlier[slot], param.grad = param.grad, None
 
-    def put_aside(self, slot: int, gradient: Tensor) -> None:
-        """Put a gradient aside in the place of an earlier one."""
-        self.earlier[slot] = gradient
+    def keep_reduced(self, sums: Iterable[tuple[int, Tensor]]) -> None:
+        """Keep sums by slot."""
+        self.reduced.update(sums)
 
     def pop(self, slot: int) -> Tensor | None:
         """Return a parameter's gradient, which leaves it; None if the pass broke off: it is not of that."""
         if not self._is_open:
             return None
-        param = self.params[slot]
-        grad = param.grad
-        if grad is not None and grad.is_sparse != self.is_sparse:
-            grad = self.gradient(slot)  # which drops it
-        param.grad = None
+        grad = self.gradient(slot)
+        self.params[slot].grad = None
         if grad is not None:
             self._taken.add(slot)
         return grad
 
-    def end(self) -> dict[int, Tensor]:
-        """End the pass; return the gradients that were put aside, by slot."""
-        earlier, self.earlier, self._taken, self._is_open = self.earlier, {}, set(), False
-        return earlier
+    def end(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """End the pass; return the gradients that were put aside and the sums, by slot."""
+        ended = self.earlier, self.reduced
+        self.earlier, self.reduced, self._taken, self._is_open = {}, {}, set(), False
+        return ended
 
-    def give_back(self, *, drops: bool) -> None:
-        """Put earlier gradients back, unless the pass has ended; ``drops`` the others."""
-        if not self._is_open:
-            return
-        earlier = self.end()
-        for slot, param in enumerate(self.params):
+    def give_back(self, *, drops: bool) -> bool:
+        """Put earlier gradients back, and ``drops`` the others; return False if the pass had ended."""
+        was_open, (earlier, _) = self._is_open, self.end()
+        for slot, param in enumerate(self.params if was_open else ()):
             if drops or slot in earlier:
                 param.grad = earlier.get(slot)
+        return was_open
 
 
 class GradientStorage(Protocol):
@@ -160,9 +159,7 @@ class FlatGradients:
 
     def _take_one(self, slot: int, divisor: float) -> None:
         """Copy one gradient in, divided, or zeros if there is none."""
-        grad, view = self._members.params[slot].grad, self.views[slot]
-        if grad is not None and grad.is_sparse:
-            grad = self._members.gradient(slot)  # which drops it
+        grad, view = self._members.gradient(slot), self.views[slot]
         # As PyTorch's reducer does, see `_divide`.
         if grad is None:
             view.zero_()
@@ -247,7 +244,7 @@ class SparseGradients:
 
     def give(self, result: Tensor, skipped: Sequence[bool]) -> None:
         """Show the sum as the parameter's gradient, unless it is skipped."""
-        (param,), earlier = self._members.params, self._members.end().get(0)
+        (param,), earlier = self._members.params, self._members.end()[0].get(0)
         if not skipped[self._members.indices[0]]:
             param.grad = self._shown(param, earlier, result)
         elif earlier is not None:

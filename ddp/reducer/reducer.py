@@ -250,7 +250,6 @@ class Reducer:
                 for bucket, _ in current.launched.results(report):
                     if bucket.storage.as_views:  # other gradients are left alone
                         bucket.storage.flat.zero_()
-                    bucket.storage.free()
             else:
                 current.give(unused, report)
         history, calls, order = self.history, current.calls, current.order

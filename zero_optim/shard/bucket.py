@@ -6,6 +6,7 @@ DTensors in `zero_optim.dtensor.held_values`.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -46,6 +47,10 @@ class Members:
         parts = [(index, piece) for index, of_param in enumerate(pieces) for piece in of_param]
         self.own = [part for part in parts if part[1].owner == rank]
         self.others = [part for part in parts if part[1].owner != rank]
+
+    def __reduce__(self) -> tuple[Callable[..., "Members"], tuple[object, ...]]:
+        """Copy and pickle with the forms that the copied parameters have then."""
+        return partial(Members, slices=self.slices), (self.params, self.layout, self.rank, self.label)
 
     def relabel(self, label: str) -> None:
         """Take the name that a later plan has for the bucket."""

@@ -55,11 +55,12 @@ NUM_FLAT_TENSORS = 4  # of gathers that a call waits for, at most
 class Gathering(Task):
     """The gather of all buckets, without a header."""
 
-    def __init__(self, engine: "Engine") -> None:
-        self._gathers, self.span = engine.gathers, engine.span
+    def __init__(self, engine: "Engine", free_units: Callable[[], None]) -> None:
+        self._gathers, self.span, self._free_units = engine.gathers, engine.span, free_units
 
     def step(self, buckets: Sequence[Bucket[Values]]) -> None:
-        """Do nothing: all rows may have changed."""
+        """Free units, as all rows may have changed."""
+        self._free_units()
 
     def gather(self, bucket: Bucket[Any]) -> Pending[None]:
         """Start the gather of a bucket."""
@@ -264,10 +265,10 @@ class Engine:
     def _free(self, _: Moment, buckets: Sequence[Any], task: Task) -> None:
         task.free(buckets)
 
-    def gather_all(self) -> None:
+    def gather_all(self, free_units: Callable[[], None]) -> None:
         """Gather all parameters outside units, frozen ones too, and wait; all ranks call."""
         every = [bucket for bucket in self.buckets if bucket.schedule.parameters is not Placement.HELD]
-        self.on(Moment.STEP, every, Gathering(self))
+        self.on(Moment.STEP, every, Gathering(self, free_units))
         self.under_way.wait()
 
     # ------------------------------------------------------------------ what ranks tell each other beside

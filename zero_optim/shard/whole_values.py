@@ -124,6 +124,10 @@ class CopiedValues:
         self._members = members
         self.nbytes_to_gather = members.layout.numel * members.dtype.itemsize  # while one is pending
 
+    def __reduce__(self) -> tuple[type["CopiedValues"], tuple[Members]]:
+        """Copy and pickle as values of the copied parameters."""
+        return CopiedValues, (self._members,)
+
     def written(self) -> list[tuple[int, int]]:
         """Return nothing: `refresh` writes nowhere."""
         return []

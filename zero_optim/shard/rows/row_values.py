@@ -91,7 +91,7 @@ class RowValues(Uncopied):
     @property
     def needs_gather(self) -> bool:
         """Whether it is not whole, and no gather is under way."""
-        return not self.is_whole and (self._gather is None or not self._gather.is_unclaimed)
+        return not self.is_whole and not self.comes
 
     @property
     def comes(self) -> bool:
@@ -293,7 +293,7 @@ class WideValues:
             self._gather.wait()
 
     def free(self) -> None:
-        """Drop a gather that failed."""
+        """Drop a gather, after a failure."""
         self._gather = None
 
     def take_written(self) -> None:
