@@ -240,7 +240,7 @@ class OwnerRows:
             apart.append(slot)  # where there is something to add it to, it is rounded once, when it is added
             sums.append((reduced, reduced.dtype if earlier is not None else kept))
         copies = owners.storage.copies(tensor.to(dtype) for tensor, dtype in sums)
-        self._members.keep_reduced(zip(apart, copies, strict=True))
+        self._members.reduced.update(zip(apart, copies, strict=True))
         word = total[layout.end : layout.end + 1]  # no view is returned: that would keep the rows
         return self.flat if layout.words is None else word.clone()
 

@@ -1,6 +1,6 @@
 """Storages of gradients: where those of a bucket lie while they come, and what is handed out."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Protocol
 
@@ -58,10 +58,6 @@ class BucketGradients:
         for slot, (index, param) in enumerate(zip(self.indices, self.params, strict=True)):
             if param.grad is not None and not unreduced[index]:
                 self.earlier[slot], param.grad = param.grad, None
-
-    def keep_reduced(self, sums: Iterable[tuple[int, Tensor]]) -> None:
-        """Keep sums by slot."""
-        self.reduced.update(sums)
 
     def pop(self, slot: int) -> Tensor | None:
         """Return a parameter's gradient, which leaves it; None if the pass broke off: it is not of that."""

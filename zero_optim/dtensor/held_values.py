@@ -68,7 +68,8 @@ class HeldValues:
     def __init__(
         self, members: Members, names: Sequence[str], moves: RowMoves | None, leaves: HeldLeaves
     ) -> None:
-        self.members, self.names, self._moves, self._leaves = members, names, moves, leaves
+        self._members, self.params = members, members.params
+        self.names, self._moves, self._leaves = names, moves, leaves
         self._coming: Pending[tuple[list[bytes], list[Whole]]] | None = None
         self._grads: list[Tensor | None] = [None] * len(members.params)
         self.nbytes_to_gather = 0 if moves is None else moves.nbytes()
@@ -83,14 +84,14 @@ class HeldValues:
 
     def refresh(self) -> None:
         """Raise RuntimeError if a dtype, device or shape changed."""
-        self.members.check()
+        self._members.check()
 
     def open(self) -> None:
         """Look for this rank's rows and gradients; TypeError if a gradient is placed in another way."""
         self.refresh()
-        self._grads = list(map(gradient_rows, self.members.params, self.names))
+        self._grads = list(map(gradient_rows, self.params, self.names))
         if self._moves is None:
-            for param, grad in zip(self.members.params, self._grads, strict=True):
+            for param, grad in zip(self.params, self._grads, strict=True):
                 self._leaves.values[param] = local_rows(param)
                 if grad is not None:
                     self._leaves.grads[param] = grad
@@ -99,9 +100,9 @@ class HeldValues:
         """Bring values, without gradients, to owners if there are any; all ranks call; communicates."""
         if self._moves is None:
             return
-        _, (values,) = self._moves.start_to_owners(b"\0", list(map(local_rows, self.members.params))).wait()
+        _, (values,) = self._moves.start_to_owners(b"\0", list(map(local_rows, self.params))).wait()
         for number, value in values.items():
-            self._leaves.come(self.members.params[number], value)
+            self._leaves.come(self.params[number], value)
 
     def present(self) -> list[bool]:
         """Return for each parameter whether this rank has a gradient."""
@@ -110,9 +111,7 @@ class HeldValues:
     def start_to_owners(self, head: bytes) -> None:
         """Start to bring rows of gradients and parameters to owners, behind the head for all ranks."""
         assert self._moves is not None
-        self._coming = self._moves.start_to_owners(
-            head, self._grads, list(map(local_rows, self.members.params))
-        )
+        self._coming = self._moves.start_to_owners(head, self._grads, list(map(local_rows, self.params)))
 
     @property
     def is_coming(self) -> bool:
@@ -126,7 +125,7 @@ class HeldValues:
         heads, (grads, values) = coming.wait()
         present = self.present()
         for number, value in values.items():
-            param = self.members.params[number]
+            param = self.params[number]
             self._leaves.come(param, value)
             if present[number]:
                 self._leaves.grads[param] = grads[number]
@@ -134,29 +133,29 @@ class HeldValues:
 
     def gradients(self) -> dict[Tensor, Tensor | None]:
         """Return the gradients of what this rank steps of it."""
-        return {param: self._leaves.grads.get(param) for param in self.members.params}
+        return {param: self._leaves.grads.get(param) for param in self.params}
 
     def start_to_holders(self, header: Header | None) -> Pending[None]:
         """Start to send rows of the owned parameters back, with a header."""
         assert self._moves is not None
         if self.is_coming:  # a step that failed did not ask for it
             self.take_arrived()
-        wholes = {number: self._leaves.values[self.members.params[number]] for number in self._moves.owned}
-        pending = self._moves.start_to_holders(wholes, list(map(local_rows, self.members.params)), header)
+        wholes = {number: self._leaves.values[self.params[number]] for number in self._moves.owned}
+        pending = self._moves.start_to_holders(wholes, list(map(local_rows, self.params)), header)
         self.release()
-        torch.autograd.graph.increment_version(self.members.params)
+        torch.autograd.graph.increment_version(self.params)
         return pending
 
     def release(self) -> None:
         """Drop gradients, and whole tensors."""
-        of = self.members
-        self._grads, self._coming = [None] * len(of.params), None
-        for param in of.params:
+        members = self._members
+        self._grads, self._coming = [None] * len(self.params), None
+        for param in self.params:
             self._leaves.grads.pop(param, None)
         for number in () if self._moves is None else self._moves.owned:
-            param = of.params[number]
+            param = self.params[number]
             self._leaves.away.add(param)
-            self._leaves.values[param] = shown_when_freed(param.shape, of.dtype, of.device)
+            self._leaves.values[param] = shown_when_freed(param.shape, members.dtype, members.device)
 
 
 def head_of(buckets: Sequence[Bucket[HeldValues]], failure: BaseException | None) -> bytes:
@@ -211,10 +210,10 @@ def make_held_buckets(
         chunks = [held[params[index]] for index in numbers]
         to = [owners[index] if moves else 0 for index in numbers]
         layout = whole([params[index].numel() for index in numbers], to)
-        of = Members([params[index] for index in numbers], layout, sharding.group.rank)
-        rows = _moves(of, chunks, to, sharding.group) if moves else None
-        values = HeldValues(of, [names[index] for index in numbers], rows, leaves)
-        buckets.append(Bucket(of, values, HELD_WHOLE if moves else HELD_ROWS))
+        together = Members([params[index] for index in numbers], layout, sharding.group.rank)
+        row_moves = _moves(together, chunks, to, sharding.group) if moves else None
+        values = HeldValues(together, [names[index] for index in numbers], row_moves, leaves)
+        buckets.append(Bucket(together, values, HELD_WHOLE if moves else HELD_ROWS))
     return buckets
 
 
