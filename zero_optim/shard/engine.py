@@ -2,9 +2,9 @@
 
 In an iteration `Engine.on` alone starts the five operations: `_reduce`, `_step`, `_gather`, `_wait` and
 `_free`. Beside it a row that changed frees its unit, a backward pass that breaks off frees its gradients, and
-building or moving a model gathers by itself. PyTorch's DDP reduces its buckets itself. A step of DTensors in
-parts moves each part to its owners and back within `_step` (`iteration.tasks`). All ranks make the same calls,
-in the same order of buckets. Who makes them:
+building or moving a model gathers by itself. PyTorch's DDP reduces its buckets itself. A step of DTensors
+in parts moves each part to its owners and back within `_step` (`iteration.tasks`). All ranks make the same
+calls, in the same order of buckets. Who makes them:
 
 ==============================  ==========================================================================
 moment                          source
