@@ -2,11 +2,12 @@
 
 Note [When a unit is whole]
     A unit is gathered when one of its modules is called, and freed when the outermost call of them returns.
-    The outermost unit of a training step stays, as the backward pass begins with it. In the backward pass a
-    unit is gathered when the gradient of its output is there, and freed when all of its parameters have
-    theirs; one with frozen ones also waits for the gradients of its module's inputs. Where a backward pass
-    computes activations again, nothing is freed when a call returns. A unit whose module returns no tensor
-    that `tensors_in` sees stays whole.
+    The outermost unit of a training step stays, as the backward pass begins with it, and so do the last
+    ``num_kept``. A step that changed a row frees its unit. In the backward pass a unit is gathered when the
+    gradient of its output is there, and freed when all of its parameters have theirs; one with frozen ones
+    also waits for the gradients of its module's inputs. Where a backward pass computes activations again,
+    nothing is freed when a call returns. A unit whose module returns no tensor that `tensors_in` sees stays
+    whole.
 
 Note [The next unit]
     The pass before tells which unit is needed next: one pass for each outermost module that is called, and

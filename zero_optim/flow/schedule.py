@@ -145,7 +145,8 @@ HELD_WHOLE = Schedule(
 # Named, for the page and tests. Buckets that every rank has whole get theirs by `Engine.run_by`, changed by
 # `reduce_to_owners` and `read_by`, so its `lazily()` and `to_owners()` are valid too; those of units
 # (`shard.store`) and of DTensors (`dtensor.held_values`) have one that never changes. A new recipe is a
-# constant and a name here. tests/test_engine.py runs it; tests/test_flow.py compares docs/design.md.
+# constant and a name here; who chooses it calls `Engine.run_by`, as `Iteration.overlap` does. Its case in
+# tests/test_engine.py runs it; tests/test_flow.py compares docs/design.md.
 RECIPES = MappingProxyType(
     {
         "ZeRO-1": ZERO1,

@@ -19,8 +19,8 @@ class Traits:
     """What a class with its options tolerates, bit for bit: texts are reasons against it.
 
     A new one is a field that allows by default, a trial in `zero_optim.probe.probe` that sets it, a bool in
-    `answers` and `combined` if processors may differ, and who asks: `BuiltOptimizer` refuses a class,
-    `LocalOptimizer` steps accordingly, `explain` shows it.
+    `answers` and `combined` if processors may differ, and who asks: `zero_optim.step.built` refuses a class,
+    `zero_optim.step.local` steps accordingly, `zero_optim.explain` shows it.
     """
 
     coupling: str | None = None  # why parameters cannot be stepped by separate optimizers
