@@ -167,6 +167,11 @@ class Sharding:
         """The buckets that are freed between steps."""
         return list(self.maker.row_buckets.values())
 
+    def free_units(self) -> None:
+        """Free the parameters of units, as their rows may have changed."""
+        for bucket in self.row_buckets:
+            bucket.values.stepped(changed=True)
+
     def is_cut(self, param: Tensor) -> bool:
         """Whether several ranks own rows of a parameter."""
         return len(self.pieces[param]) > 1

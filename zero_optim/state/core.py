@@ -120,11 +120,7 @@ class Core:
 
     def gather_all(self) -> None:
         """Gather all parameters, frozen ones too, and wait; those of units are freed. All ranks call."""
-        self.engine.gather_all(self._free_units)
-
-    def _free_units(self) -> None:
-        for bucket in self.sharding.row_buckets:
-            bucket.values.stepped(changed=True)
+        self.engine.gather_all(self.sharding.free_units)
 
     def call(self, name: str, failure: BaseException | None = None) -> Call:
         """Describe a call for stamps, with its exception on this rank."""
