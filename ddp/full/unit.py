@@ -129,14 +129,14 @@ class UnitTask(Task):
 
     def clean_up(self, error: BaseException, buckets: Sequence[Any]) -> None:
         """If ranks gather different units, free these, and forget all gathers, which may never come."""
-        self._is_here = False
-        if isinstance(error, RankMismatchError):
+        self._is_here, differs = False, isinstance(error, RankMismatchError)
+        if differs:
             for bucket in buckets_of(self._units):
                 bucket.values.forget()
             self._gathers.abandon()
-            self.free(buckets)
-        elif self._purpose is Purpose.AS_KEPT:
-            self.free(buckets)  # copies in the owners' dtype, which gathers and values would keep alive
+        # Copies in the owners' dtype go in any case: gathers and values would keep each other alive.
+        for bucket in buckets if differs or self._purpose is Purpose.AS_KEPT else ():
+            bucket.free()
 
     def start_awaited(self, bucket: Bucket[Any], at_once: int) -> None:
         """Start a gather, which the values keep: each stream that reads them waits for it."""
@@ -148,11 +148,6 @@ class UnitTask(Task):
             bucket.values.arrive()
         self._gathers.stamps.check()
         self._is_here = True
-
-    def free(self, buckets: Sequence[Any]) -> None:
-        """Free the values of units."""
-        for bucket in buckets:
-            bucket.values.free()
 
     def end(self) -> None:
         """Compare the stamps that came."""

@@ -142,6 +142,11 @@ class Bucket(Generic[V_co]):
         """Take another row of the table."""
         self.schedule = recipe
 
+    def free(self) -> None:
+        """Let go of what this rank does not own, where the row says so: values of units can."""
+        values: Any = self.values
+        values.free()
+
     @property
     def is_active(self) -> bool:
         """Whether a parameter trains or has a gradient."""

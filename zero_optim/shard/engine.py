@@ -246,7 +246,7 @@ class Engine:
 
     @eager
     def _gather(self, moment: Moment, buckets: Sequence[Bucket[Values]], task: Task) -> None:
-        """Start gathers; of those that this moment waits for, as many at once as memory allows."""
+        """Start gathers; of those that this moment waits for, the task limits how many at once."""
         with task.span:
             for bucket in task.to_gather(buckets):
                 if Operation.WAIT in bucket.schedule.moments[moment]:
@@ -263,8 +263,9 @@ class Engine:
                 self.under_way.wait_for(buckets)
             task.arrived(buckets)
 
-    def _free(self, _: Moment, buckets: Sequence[Any], task: Task) -> None:
-        task.free(buckets)
+    def _free(self, _: Moment, buckets: Sequence[Any], __: Task) -> None:
+        for bucket in buckets:
+            bucket.free()
 
     def gather_all(self, free_units: Callable[[], None]) -> None:
         """Gather all parameters outside units, frozen ones too, and wait; all ranks call."""

@@ -50,11 +50,6 @@ class Task:
     def arrived(self, buckets: Sequence[Any]) -> None:
         """Look at what has come with the rows that somebody waited for."""
 
-    def free(self, buckets: Sequence[Any]) -> None:
-        """Let go of what this rank does not own; here of gradients."""
-        for bucket in buckets:
-            bucket.free()
-
     def end(self) -> None:
         """Compare what ranks have done, after the last operation."""
 
