@@ -135,10 +135,11 @@ def test_nobody_asks_a_bucket_for_its_class() -> None:
     assert [each for each in asked if re.search(r"(Bucket|Values)\b", each)] == []
 
 
-def test_a_bucket_of_parameters_and_its_values_have_no_subclasses() -> None:
+def test_buckets_and_what_they_keep_have_no_subclasses() -> None:
     classes = [node for tree in sources() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     bases = [ast.unparse(base).partition("[")[0] for each in classes for base in each.bases]
     names = ["Bucket", "InPlaceValues", "CopiedValues", "RowValues", "WideValues", "HeldValues"]
+    names += ["ReducerBucket", "FlatGradients", "SparseGradients", "OwnerRows"]
     assert set(names) <= {each.name for each in classes}
     assert set(names).isdisjoint(bases)
 

@@ -15,7 +15,7 @@ from zero_optim.probe.subject import under_test
 
 # Classes that write into their groups what they have: the number of elements, a count, a rate.
 WRITING = ("heavyball.AdamW", "heavyball.MSAMLaProp", "heavyball.SUDSAdamW", "timm.optim.Adafactor")
-# By default they join parameters of one shape, with other bits than apart.
+# By default they step parameters of one shape as a batch, on some processors with other bits than apart.
 BY_PARAMETER = ("heavyball.SOAP", "heavyball.SOLP")
 
 
